@@ -1,1 +1,1 @@
-"""Muon on matrices that nobody holds whole: travel to an owner, its work there, and the way back."""
+"""Muon on matrices that are cut over ranks: the way to an owner, the owner's work, and the way back."""

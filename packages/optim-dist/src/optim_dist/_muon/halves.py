@@ -1,7 +1,7 @@
-"""The elementwise parts of a Muon step, for matrices that nobody holds whole: before and after their owner's work.
+"""The elementwise parts of a Muon step on shards of matrices: before and after the owner's work.
 
-The formulas are those of ``optim_kernels.reference.muon``, called on the shards of many matrices at once: in plain
-torch, on any device. Where optim-kernels has a launch for all of them, ``launched`` goes by that.
+The formulas are those of ``optim_kernels.reference.muon``, called on the shards of many matrices at once, in plain
+torch on any device. Where optim-kernels has one launch for many shards, ``launched`` uses that instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def takes_part(item: Item) -> bool:
 
 
 def momenta(items: Sequence[Item], context: StepContext, us: Sequence[Tensor]) -> None:
-    """Move every shard's momentum to its gradient, and write U of each, zeros where it is left alone."""
+    """Update every shard's momentum by its gradient, and write each shard's U, zeros for a matrix left alone."""
     factor = gradient_scale(context.factor, context.grad_scale)
     taking_part, left_alone = {}, []
     for item, u in zip(items, us, strict=True):
@@ -56,7 +56,7 @@ def apply_updates(items: Sequence[Item], views: Sequence[MatrixView], updates: S
     together = [given for given in taking_part if not given[0].group["stochastic_rounding"]]
     for some in alike(together, _kind_of_update, lambda given: _numel(given[0])):
         _apply([item for item, _, _ in some], some[0][1], [o for _, _, o in some], None)
-    # one by one, since an element's bits depend on its place in its parameter
+    # one by one, since an element's random bits depend on its place in its parameter
     for item, _, _ in at_random:
         item.state["step"] += 1
     steps = torch.stack([item.state["step"] for item, _, _ in at_random]).tolist() if at_random else []
@@ -65,9 +65,9 @@ def apply_updates(items: Sequence[Item], views: Sequence[MatrixView], updates: S
 
 
 def scales(item: Item, view: MatrixView) -> tuple[float, ...]:
-    """What the learning rate of each of the parameter's matrices is multiplied by; the first one's is for all.
+    """The factors on the learning rate, one for each of the parameter's matrices; shards apply the first to all.
 
-    A shard cannot tell its matrices apart, so that the owner multiplies what is peculiar to each.
+    A shard cannot tell its matrices apart, so the owner multiplies each matrix by its factor relative to the first.
     """
     return _scales(rule_of(item.group).scale, view)
 
@@ -78,7 +78,7 @@ def _scales(rule: ScaleRule, view: MatrixView) -> tuple[float, ...]:
 
 
 def _apply(items: Sequence[Item], view: MatrixView, updates: Sequence[Tensor], bits: Rounding | None) -> None:
-    """Shards of one kind, by one learning rate."""
+    """Update shards of one kind, with one learning rate; ``bits`` for stochastic rounding."""
     group, values = items[0].group, Joined([item.shard.value for item in items])
     found = [master for item in items if (master := item.master) is not None]
     masters = Joined(found) if found else None

@@ -1,8 +1,8 @@
-"""The elementwise parts of a Muon step on shards, in one launch each where optim-kernels can: else ``halves`` has them.
+"""The elementwise parts of a Muon step on shards, in one launch each where optim-kernels can, else by ``halves``.
 
-Shards of one rule and dtypes go into one launch, whatever their groups' hyperparameters. Which shards those are stays
-from step to step, and with it what a launch keeps on the device: they are sorted again when one begins or ceases to
-take part, or when a group's options or what a tensor is have changed.
+Shards of one rule and dtypes go into one launch, whatever their groups' hyperparameters. The shards of a launch, and so
+what it keeps on the device, stay the same from step to step. Shards are sorted again when one begins or ceases to take
+part, or when a group's options or a tensor's kind (``KnownKinds``) have changed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Launched(Generic[P]):
     """The shards of one launch, by their places in the batch.
 
     Args:
-        groups: for each shard the number of its group.
-        first: of each group a shard.
-        scales: for each shard what its learning rate is multiplied by.
+        groups: for each shard, the number of its group in this launch.
+        first: for each group, the place of one of its shards.
+        scales: for each shard, the factor on its learning rate.
     """
 
     plan: P
@@ -40,11 +40,11 @@ class Launched(Generic[P]):
     scales: list[float] = field(default_factory=list)
 
     def of(self, each: Sequence[Any]) -> list[Any]:
-        """Those of its shards, of what there is one of for each in the batch."""
+        """The entries for this launch's shards of a list with one entry per shard of the batch."""
         return [each[place] for place in self.places]
 
     def by_group(self, items: Sequence[Item], option: str) -> list[Any]:
-        """An option of each of its groups."""
+        """The value of an option in each group of this launch."""
         return [items[place].group[option] for place in self.first]
 
 
@@ -52,13 +52,13 @@ class Sorted(Generic[P]):
     """Which launch takes which shards of a batch.
 
     Args:
-        make: what makes a launch.
-        rule: the choices of ``reference.muon.MuonRule`` that all shards of a launch have in common.
+        make: makes a launch.
+        rule: names of the fields of ``reference.muon.MuonRule`` that all shards of a launch have in common.
 
     Attributes:
-        launches: those of the last ``follow``.
-        rest: places of the shards that are in none.
-        reasons: by index in the plan, why those that take part are not.
+        launches: as of the last ``follow``.
+        rest: places of the shards that are in no launch.
+        reasons: keyed by index in the plan, why shards that take part are in no launch.
     """
 
     def __init__(self, make: Callable[[], P], *rule: str) -> None:
@@ -77,11 +77,12 @@ class Sorted(Generic[P]):
         why_not: Callable[[int], str | None],
         scale_of: Callable[[int], float],
     ) -> None:
-        """Sort the shards of ``items``, unless they are as they were.
+        """Sort the shards of ``items`` into launches, unless nothing has changed.
 
         Args:
-            lists: of what a launch works on; those without an entry in the first do not take part.
-            why_not: what keeps a launch from taking the shard of a place.
+            lists: the tensors that a launch works on, each list with one entry per shard; a shard with None in the
+            first list does not take part.
+            why_not: why a launch cannot take the shard at a place, or None.
         """
         groups = {id(item.group): item.group for item in items}
         seen = (
@@ -124,7 +125,7 @@ def _append(launched: Launched[Any], items: Sequence[Item], place: int, scale: f
 
 
 def _why_plain(group: Mapping[str, Any], value: Tensor) -> str | None:
-    """What the group's ``impl`` says against a launch."""
+    """Why the group's ``impl`` rules out a launch, or None."""
     if group["impl"] == "torch":
         return "impl='torch'"
     return f"it is on {value.device.type}" if group["impl"] == "auto" and not value.is_cuda else None
@@ -137,7 +138,7 @@ class Momenta:
         self.sorted = Sorted(MuonMomenta, "nesterov", "maximize")
 
     def run(self, items: Sequence[Item], context: StepContext, us: Sequence[Tensor]) -> None:
-        """Move every shard's momentum to its gradient, and write U of each, zeros where it is left alone."""
+        """Update every shard's momentum by its gradient, and write each shard's U, zeros for a matrix left alone."""
         grads = [item.shard.gradient_or_zeros if takes_part(item) else None for item in items]
         buffers = [item.state["momentum_buffer"] for item in items]
 

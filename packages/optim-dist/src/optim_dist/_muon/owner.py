@@ -1,13 +1,13 @@
-"""What the owner of whole matrices does with them: Newton-Schulz, in the grouped launches of the unsharded optimizer.
+"""The owner's work on whole matrices: Newton-Schulz, in the grouped launches of the unsharded optimizer.
 
     O = direction of U        formula: ``optim_kernels.reference.muon``
 
-A Muon step computes that if it starts from zero parameters and its momentum is the gradient:
+A Muon step computes O if it starts from zero parameters, with U as gradient and momentum:
 
     p = 0,  B = g = U,  mu = 0,  lr = -1,  no decay, no scale      =>      p <- O
 
-so all matrices that a rank owns of a batch go through the same planner, and on GPUs through the same few launches, as
-those that are not cut. U and O lie in memory that is kept, so that what was planned and recorded still holds.
+So all matrices that a rank owns in a batch go through the same planner, and on GPUs through the same few launches, as
+matrices that are not cut. U and O keep their memory from step to step, so that plans and recorded launches stay valid.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from optim_dist.plan import MATRIX_ALIGNMENT
 from optim_kernels.muon_groups import MuonEntry, MuonPlanner
 from optim_utils.param_groups import MatrixView
 
-# the options of a group that make a step of Muon its direction alone
+# the group options with which a Muon step writes the direction alone
 _DIRECTION_ONLY: dict[str, Any] = {
     "lr": -1.0,
     "momentum": 0.0,
@@ -41,18 +41,18 @@ _DIRECTION_ONLY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Whole:
-    """A matrix at its owner: how its parameter is read, and what it travels in."""
+    """A matrix at its owner: how its parameter is read as matrices, and the dtype in which it travels."""
 
     view: MatrixView
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """Rounded up, so that the next one is aligned."""
+        """Bytes, rounded up so that the next matrix is aligned."""
         return -(-prod(self.view.shape) * self.dtype.itemsize // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT
 
     def in_memory(self, memory: Tensor) -> Tensor:
-        """The parameter's shape over bytes; its dimensions lie as the view wants them."""
+        """``memory``, bytes, in the parameter's shape, with dimensions in the memory order that the view wants."""
         shape, order = self.view.shape, self.view.order or tuple(range(len(self.view.shape)))
         flat = memory[: prod(shape) * self.dtype.itemsize].view(self.dtype)
         return flat.view([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(order))])
@@ -67,8 +67,8 @@ class Owner:
     """The matrices that this rank owns of one batch.
 
     Args:
-        memory: ``room_for(matrices)`` bytes or more; batches may share it, one is done with it before the next begins.
-        planner: what steps them.
+        memory: ``room_for(matrices)`` bytes or more; batches may share it: each is done with it before the next begins.
+        planner: steps the matrices.
 
     Attributes:
         us, os: U and O of every matrix, in that memory.
@@ -87,7 +87,7 @@ class Owner:
         self._planner = planner
 
     def compute(self, items: Sequence[Item]) -> None:
-        """O of every U, zeros of a matrix that is left alone; second moments move."""
+        """Compute O of every U, zeros for a matrix that is left alone, and update second moments."""
         self._zeroed.zero_()
         taking_part = [place for place, item in enumerate(items) if takes_part(item)]
         if not taking_part:
@@ -106,7 +106,7 @@ class Owner:
 
 
 def _scale_relative_to_first(item: Item, view: MatrixView, o: Tensor) -> None:
-    """Multiply each matrix of ``o`` by its scale over that of the first, with which the shards will be multiplied."""
+    """Multiply each matrix of ``o`` by its scale over the first one's, by which all shards will be multiplied."""
     each = scales(item, view)
     if any(scale != each[0] for scale in each):
         for part, scale in zip(view.views(o), each, strict=True):

@@ -1,15 +1,15 @@
-"""Muon on matrices that are cut over ranks: shards of the momentum travel to one owner a matrix, updates travel back.
+"""Muon on matrices that are cut over ranks: shards of U travel to one owner per matrix, updates travel back.
 
     every rank   B <- mu B + (1 - mu) G,   U         on its shards (formula: ``optim_kernels.reference.muon``)
     collect      the shards of every U to its owner
     the owner    O = direction of the whole U        Newton-Schulz, and what the group's options add to it
-    spread       O as the parameter is cut, to all its replicas; the second moment, a vector, to everybody
+    spread       O as the parameter is cut, to all its replicas; the second moment, a vector, to every rank
     every rank   p <- p updated by O                 on its shards
 
-Owners are chosen by the cost of the iteration over all ranks, replicas included, so that nothing is computed twice.
-What travels has the parameter's dtype: (W - 1)/W of the matrices' bytes to the owners and as much back.
-Matrices are exchanged in batches: one is on its way while the one before is orthogonalized. No collective depends on
-which gradients exist: a matrix without one travels as zeros and is left alone.
+Owners are chosen by the cost of the iteration, among all ranks, replicas included, so that nothing is computed twice.
+Matrices travel in the parameter's dtype: (W - 1)/W of their bytes to the owners and as much back. They are exchanged in
+batches: one is in flight while the one before is orthogonalized. No collective depends on which gradients exist: a
+matrix without one travels as zeros and is left alone.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Move(NamedTuple):
 
 
 class Exchange:
-    """Many moves as one all-to-all, planned once, with memory that is lent for as long as one takes."""
+    """Many moves as one all-to-all, planned once, with memory that is lent for the time of one exchange."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Exchange:
         )
 
     def lend(self) -> Sequence[Tensor | None]:
-        """What is to be written and then sent, None where this rank has nothing."""
+        """The tensors to fill before ``start`` sends them, None where this rank has nothing to send."""
         return self._repeated.lend_sources()
 
     def start(self) -> Waitable:
@@ -94,7 +94,7 @@ class Exchange:
 
 
 class Batch:
-    """Matrices that travel together; ``memory`` is where this rank works by ``planner`` on those that it owns."""
+    """Matrices that travel together; this rank works on those that it owns in ``memory``, by ``planner``."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Batch:
         planner: MuonPlanner,
     ) -> None:
         self.matrices = matrices
-        # those of which every rank gets the second moment back
+        # matrices whose second moment every rank gets back
         self.with_moment = [matrix for matrix in matrices if matrix.index in moments]
         everybody = Mesh(world.world_size, ranks=world.ranks)
         at_owner = {m.index: Mesh(1, ranks=[owners[m.index]]) for m in matrices}
@@ -126,12 +126,12 @@ class Batch:
         self._spread = Exchange(back, world, sources=leaving)
 
     def collect(self, items: Mapping[int, Item], context: StepContext) -> Waitable:
-        """Move the momentum of every local shard, and send it to the owners."""
+        """Update the momentum of every local shard, and send U to the owners."""
         self._momenta.run([items[m.index] for m in self.matrices], context, _all_there(self._collect.lend()))
         return self._collect.start()
 
     def spread(self, items: Mapping[int, Item]) -> Waitable:
-        """Orthogonalize what this rank owns, and send it back."""
+        """Orthogonalize the matrices that this rank owns, and send the results back."""
         self._owner.compute([items[matrix.index] for matrix in self.mine])
         _copy([*self._moments.values()], [items[index].state["second_momentum_buffer"] for index in self._moments])
         return self._spread.start()
@@ -146,7 +146,7 @@ class Batch:
 
     @property
     def plain(self) -> dict[int, str]:
-        """The local shards whose momentum or update went by plain torch in the last step, and why."""
+        """Why the momentum or update of local shards used plain torch in the last step; keyed by index in the plan."""
         return self._updates.sorted.reasons | self._momenta.sorted.reasons
 
 
@@ -189,7 +189,7 @@ class ShardedMuon:
 
     @property
     def plain(self) -> dict[int, str]:
-        """As of each batch."""
+        """``Batch.plain`` of all batches."""
         return {index: reason for batch in self._batches for index, reason in batch.plain.items()}
 
     def _planned(self, items: Mapping[int, Item], new_planner: Callable[[], MuonPlanner]) -> list[Batch]:
@@ -202,7 +202,7 @@ class ShardedMuon:
         if self._moments != tuple(moments):
             world = self._communicator
             owned = [owned_by(world.ranks[world.rank], part, self.owners) for part in self._parts]
-            # one batch has been packed when the next begins
+            # batches share it: one's results are packed for sending before the next begins
             room = max(room_for([matrix.whole for matrix in mine]) for mine in owned)
             memory = torch.empty(room, dtype=torch.uint8, device=world.device)
             self._batches = [Batch(part, self.owners, moments, world, memory, new_planner()) for part in self._parts]
@@ -211,12 +211,12 @@ class ShardedMuon:
 
 
 def owned_by(rank: int, matrices: Sequence[Matrix], owners: Mapping[int, int]) -> list[Matrix]:
-    """Those that ``rank`` orthogonalizes."""
+    """The matrices that ``rank`` orthogonalizes."""
     return [matrix for matrix in matrices if owners[matrix.index] == rank]
 
 
 def _cut(matrices: Sequence[Matrix], owners: Mapping[int, int], max_bytes: float) -> list[list[Matrix]]:
-    """Batches of about ``max_bytes``, to each of which every owner gives an equal share of what it owns."""
+    """Batches of about ``max_bytes``, with an equal share of every owner's matrices in each."""
     lists: dict[int, list[Matrix]] = {}
     for matrix in matrices:
         lists.setdefault(owners[matrix.index], []).append(matrix)
@@ -231,7 +231,7 @@ def _cut(matrices: Sequence[Matrix], owners: Mapping[int, int], max_bytes: float
 
 
 def _all_there(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """Every rank holds a part of each matrix, an empty one perhaps, and gets every second moment."""
+    """``tensors``, none of which is None: every rank has a part of each matrix, perhaps empty, and every moment."""
     return [tensor for tensor in tensors if tensor is not None]
 
 
@@ -241,5 +241,5 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def _whole(mesh: Mesh, shape: Sequence[int]) -> Layout:
-    """Every rank of the mesh holds everything."""
+    """The layout in which every rank of the mesh holds everything."""
     return Layout(mesh, [None] * len(shape))

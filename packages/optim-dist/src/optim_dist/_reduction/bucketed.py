@@ -1,4 +1,4 @@
-"""Plain parameters over several ranks: in buckets, reduced to their owners, updated there, and gathered from there.
+"""Plain parameters over several ranks, in buckets: gradients reduced to owners, updates there, parameters gathered.
 
 No condition that may differ between ranks (a gradient is missing, nothing is owned, a gradient came early) decides
 whether or when a collective runs.
@@ -37,39 +37,39 @@ _OTHERWISE = "does something else meanwhile; every rank begins with no_sync() in
 
 
 class BucketedParameters:
-    """The buckets of one optimizer, what reduces and gathers them, and what this rank owns of them."""
+    """The buckets of one optimizer, their reductions and gathers, and the shards that this rank owns of them."""
 
     _latest_number: ClassVar[int] = 0
 
     def __init__(self, communicator: Communicator, options: Options) -> None:
         self._communicator = communicator
-        self._apart: Communicator | None = None  # in which reductions run once they may run during backward
+        self._apart: Communicator | None = None  # for reductions, once they may run during backward
         self._options = options
         world_size, device = communicator.world_size, communicator.device
         as_fp32 = partial(torch.tensor, dtype=torch.float32, device=device)
-        # by ParameterBucket.divided
+        # keyed by ParameterBucket.divided
         self._factors = {
             False: as_fp32(1 / world_size) if options.average else None,
             True: None if options.average else as_fp32(world_size),
         }
         self._shards: dict[ParameterBucket, list[Shard]] = {}
         self._present: tuple[list[float], Tensor] | None = None
-        # where to read a message costs nothing, it tells optimizers and their steps apart
+        # whether messages also tell which optimizer and step they are of: where reading them costs nothing, or to debug
         self._is_watched = device.type == "cpu" or options.debug
         self._number = 0  # among the optimizers of this process, the same on all ranks
         self._num_reduced = 0
-        self._is_retried = False  # the step's reductions, of which the last ones found nothing on any rank
-        self.present: list[float] = []  # which parameters of the plan have a gradient on this rank, since ``reduce``
-        self.lacks_none = False  # whether all in buckets have one
+        self._is_retried = False  # whether this step's last reductions found nothing on any rank
+        self.present: list[float] = []  # by ``reduce``: 1 for each parameter of the plan with a gradient on this rank
+        self.lacks_none = False  # whether all parameters in buckets have one
         self.buckets: list[ParameterBucket] = []
-        self._order: list[ParameterBucket] = []  # as they are updated, and gathered
+        self._order: list[ParameterBucket] = []  # in which they are updated and gathered
         self.reduction = self._new_reduction()
         weakref.finalize(self, self.reduction.remove_hooks)
         self._reducer: Reducer | None = None
         self._gathers: ForwardGathers | None = None
 
     def extend(self, plan: Plan, entries: Sequence[Entry]) -> None:
-        """Move the parameters of the plan's latest buckets into storage."""
+        """Build the plan's new buckets, and move their parameters into them."""
         self.wait()
         if not self._number:
             numbers = self._communicator.gather_json(BucketedParameters._latest_number)
@@ -105,7 +105,7 @@ class BucketedParameters:
             self.reduction.arrange(self._order)
 
     def clear(self) -> list[ParameterBucket]:
-        """Let go of all buckets, between two steps, for ``extend`` to make others; ``release`` them afterwards."""
+        """Let go of all buckets between two steps, so that ``extend`` can make others; the caller releases them."""
         self.detach()
         former, self.buckets, self._order = self.buckets, [], []
         self._shards.clear()
@@ -149,38 +149,38 @@ class BucketedParameters:
 
     @property
     def gradient_bytes(self) -> int:
-        """Memory for gradients that stays."""
+        """Bytes for gradients that stay allocated."""
         return self.reduction.gradient_bytes
 
     # a step
 
     def check(self) -> None:
-        """Before gradients are reduced, or once more afterwards: refuse what has gone wrong on this rank."""
+        """Refuse what has gone wrong on this rank; called before gradients are reduced, and once more afterwards."""
         if found_nothing(self.counts, self.buckets):
-            # ranks that get a gradient meanwhile have dropped it by then
+            # a rank on which a gradient has arrived since has already dropped the reduction
             self._is_retried = True
             self.reduction.drop()
         elif self.counts is not None and any(self.present) and self.reduction.are_gone():
-            self.reduction.drop()  # so have they what was skipped after it was clipped
+            self.reduction.drop()  # the step was skipped after clipping; ranks with new gradients have dropped it
         if self.counts is None:
             if self._gathers is not None:
                 self._gathers.check()
             if self.reduction.is_due and self.reduction.are_gone():
-                self.reduction.drop()  # the batch was given up, and this rank has none in its place
+                self.reduction.drop()  # the batch was given up, and this rank has no new gradients
             self.check_pointers()
         for bucket in self.buckets:
             bucket.check_gradients()
 
     def reduce(self, num_parameters: int) -> bool:
-        """Agree on which gradients exist, launch every reduction; once a step, and again if no rank had any.
+        """Agree on which gradients exist, and launch every reduction; once a step, and again if no rank had any.
 
-        Returns whether there may be gradients that were not there at the last call.
+        Returns whether there may be gradients that were missing at the last call.
         """
         if not self.buckets:
             return False
         if self.counts is not None:
             if self._is_watched:
-                self._meet()  # others may have given up what this rank goes on with
+                self._meet()  # other ranks may have given up the step that this rank goes on with
             return False
         present = self.present = [0.0] * num_parameters
         self.lacks_none = True
@@ -195,10 +195,11 @@ class BucketedParameters:
         if self._present is None or self._present[0] != present:
             message = torch.tensor(present, dtype=torch.float32, device=self._communicator.device)
             self._present = (present, message)
-        # How many buckets are launched already differs between ranks when backward reduces, so that the message comes
-        # behind all of them, as it does where copies are to run beside backward. Otherwise none is, and it comes behind
-        # the first, for which the first update waits anyway, but not for the last; where it is looked at, and may stop
-        # the step, before that.
+        # The message has to come at the same place among the reductions on every rank. If backward reduces, ranks have
+        # launched different numbers of buckets by now, so it comes behind all of them; also behind all if copies are to
+        # overlap with backward. Otherwise no bucket is launched yet, and it comes behind the first: the first update
+        # waits for that reduction anyway, but not for the last. If the message is read here and may stop the step, it
+        # comes before all.
         if self.reduction.eager:
             self.reduction.launch_all()
         elif isinstance(self.reduction, BackwardReduction) and not self._is_watched:
@@ -212,7 +213,7 @@ class BucketedParameters:
         return not (is_retried and found_nothing(self.counts, self.buckets))
 
     def _meet(self) -> Tensor:
-        """What every rank has gradients of, ``[W, K]``, if all are in the same step as far as that is watched."""
+        """Every rank's ``present``, ``[W, K]``; if steps are watched, an error unless all ranks are in the same one."""
         assert self._present is not None, "the message is written"
         found, num_parameters = self._communicator.gather_numbers(self._present[1]), len(self.present)
         if self._is_watched:
@@ -221,11 +222,11 @@ class BucketedParameters:
 
     @property
     def factors(self) -> dict[bool, Tensor | None]:
-        """What makes of sums the average, or the sum, that was asked for; by ``ParameterBucket.divided``."""
+        """Factors from reduced gradients to the average, or sum, asked for; keyed by ``ParameterBucket.divided``."""
         return {divided: self._factors[divided] for divided in sorted({bucket.divided for bucket in self.buckets})}
 
     def reduced_gradients(self, divided: bool) -> list[Tensor]:
-        """The sums of this rank's chunks, one a bucket: of those whose gradients were divided by W before, or not."""
+        """The sums of this rank's chunks of the buckets whose gradients were (or were not) divided by W before."""
         return [self._finish(bucket) for bucket in self.buckets if bucket.divided is divided]
 
     def overflow(self) -> Tensor:
@@ -234,7 +235,7 @@ class BucketedParameters:
         return (~torch.isfinite(largest)).any().float()
 
     def update(self, update: Update) -> None:
-        """Bucket by bucket, the gather of one under the update of the next; ``finish_step`` ends the last."""
+        """Update bucket by bucket, overlapping each gather with the next update; call ``finish_step`` afterwards."""
         for bucket in self._order:
             attach_gradients(bucket, self._shards[bucket], self._finish(bucket))
             update(bucket)
@@ -248,11 +249,12 @@ class BucketedParameters:
             self._gathers.defer()
 
     def _in_order(self) -> list[ParameterBucket]:
-        """As they are updated, and gathered.
+        """The buckets in the order in which they are updated and gathered.
 
-        In the order of the next forward pass where they are gathered under that, but some matrices first: under their
-        Newton–Schulz run reductions of others. Else as they are reduced, but the last matrices behind what is
-        elementwise, whose gathers would run beside nothing.
+        If gathers overlap with the next forward pass: in its order, but one bucket of matrices first, so that the other
+        buckets' reductions overlap with its Newton–Schulz. Otherwise: in the order of reduction, but the last bucket of
+        matrices at the end, so that the gathers of elementwise buckets overlap with its Newton–Schulz instead of with
+        nothing.
         """
         if self._gathers is not None:
             forward = sorted(self.buckets, key=lambda bucket: min(member.index for member in bucket.members))
@@ -266,7 +268,7 @@ class BucketedParameters:
         self.reduction.restart()
 
     def finish_launched(self) -> None:
-        """Let every reduction in flight end before somebody looks at gradients, and others begin behind that."""
+        """Let reductions in flight end before the caller reads gradients, and let later ones begin after that read."""
         self.reduction.finish_launched()
 
     @property
@@ -275,11 +277,11 @@ class BucketedParameters:
         return self.reduction.is_due
 
     def drop(self, is_agreed: bool = False) -> None:
-        """Give up this step's reductions; ``is_agreed``: on ranks, too, that know of none."""
+        """Give up this step's reductions; ``is_agreed``: all ranks do, also those that know of none."""
         self.reduction.drop(is_agreed)
 
     def gather(self) -> None:
-        """Return every rank's part of the parameters to all ranks."""
+        """Gather every rank's part of the parameters on all ranks."""
         for bucket in self.buckets:
             bucket.gathering = self._communicator.all_gather_(bucket.values)
         self.wait()
@@ -293,30 +295,30 @@ class BucketedParameters:
 
     def prefetch(self, module: nn.Module) -> None:
         """Let the current stream wait for the gathers of a module's parameters."""
-        # elsewhere none is in flight between two steps
+        # without them no gather is in flight between two steps
         if self._gathers is not None:
             self._gathers.fetch({id(parameter) for parameter in module.parameters()})
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside only accumulate; the first time a collective."""
+        """Backward passes inside only accumulate. The first call is collective."""
         if self._reducer is None:
             return nullcontext()
         if self._launches_in_step and self._options.overlap and not self.reduction.is_told:
-            # from here on ranks launch in another order
+            # from here on reductions are launched in another order
             gathered(self._communicator, _FIRST_NO_SYNC, None, _OTHERWISE)
         self._set_apart(self._reducer)
         return self.reduction.no_sync()
 
     @property
     def _launches_in_step(self) -> bool:
-        """Whether reductions are copies, which have to wait for the step."""
+        """Whether reductions are copies, which must not be launched before the step."""
         return isinstance(self._communicator, PeerCommunicator) and not self._options.is_streamed
 
     def _set_apart(self, reducer: Reducer) -> None:
         """Give reductions a group of their own if they may be launched during backward.
 
-        A rank without some gradient launches what follows only at its step: behind collectives of others (of another
-        optimizer, of the user, of FSDP) that come after it on other ranks.
+        A rank that lacks a gradient launches the reductions from that bucket on only at its step: after collectives of
+        others (another optimizer, the user, FSDP) that on other ranks come after these reductions.
         """
         if not self._options.overlap or self._launches_in_step or reducer.communicator is self._apart:
             return
@@ -324,8 +326,8 @@ class BucketedParameters:
             world = self._communicator
             self._apart = self._options.communicator(world.device, beside=world)
             if isinstance(self.reduction, BackwardReduction):
-                self.reduction.finish_launched()  # streamed ones are set apart from the start
-            # also at exit, where nobody has closed the optimizer
+                self.reduction.finish_launched()  # streamed reductions are set apart from the start
+            # also at exit, if nobody has closed the optimizer
             weakref.finalize(self, _abandon_started, self.reduction, self._apart)
         reducer.communicator = self._apart
         reducer.connect(self.buckets)
@@ -340,12 +342,12 @@ class BucketedParameters:
         return [self._communicator, *([] if self._apart is None else [self._apart])]
 
     def detach(self, is_failed: bool = False, is_everywhere: bool = False) -> bool:
-        """Release hooks. Finish what is under way, unless this rank has failed or lost the others.
+        """Release hooks. Finish what is in flight, unless this rank has failed or lost the others.
 
         Args:
-            is_everywhere: other ranks do so, too, whatever they have launched.
+            is_everywhere: all ranks detach, whatever they have launched.
 
-        Returns whether nothing is under way any more.
+        Returns whether nothing is in flight any more.
         """
         is_finished = not is_failed and all(group.is_usable for group in self._groups)
         try:
@@ -361,16 +363,16 @@ class BucketedParameters:
         return is_finished
 
     def _end_reductions(self, is_everywhere: bool) -> bool:
-        """Give up a step that was not made, without a wait for ranks that may not come; whether nothing is in flight.
+        """Give up an unfinished step, not waiting for ranks that may not come; return whether nothing is in flight.
 
-        Ranks that got no gradient know of no reduction, and one with an error closes its optimizer alone.
+        Ranks that got no gradient know of no reduction, and a rank with an error closes its optimizer alone.
         """
         if self.counts is not None:
-            self.drop()  # all ranks have launched all
+            self.drop()  # all ranks have launched all reductions
             return True
         if self._communicator.device.type == "cuda":
-            # No host waits here. What lacks its counterparts would stay on the device, so that ranks launch what others
-            # may have launched; but one that handles an error may be alone with it.
+            # No host waits here, but a reduction that other ranks do not launch would stay on the device. So ranks
+            # launch what others may have launched; but a rank that handles an error may be alone in closing.
             is_agreed = is_everywhere and self.reduction.eager and sys.exc_info()[0] is None
             if is_agreed or self.is_due:
                 if not is_agreed:
@@ -385,7 +387,7 @@ class BucketedParameters:
         return False
 
     def _abandon_apart(self) -> None:
-        """Give up the group of reductions, where what is left stays in the way of all that would come."""
+        """Give up the group of reductions, in which unfinished ones would block all later ones."""
         if self._apart is not None:
             self._apart.abandon()
         self._apart = self._reducer = None
@@ -424,6 +426,6 @@ class BucketedParameters:
 
 
 def _abandon_started(reduction: BackwardReduction | StreamedReduction, apart: Communicator) -> None:
-    """Wait for no reductions that nobody will finish, which other ranks may not have launched."""
+    """Have nobody wait for unfinished reductions, which other ranks may not have launched."""
     if reduction.started:
         apart.abandon()

@@ -1,13 +1,13 @@
 """Gathers that run into the next forward pass: a module waits for the parameters that it is about to use.
 
-A pre-hook on every module that holds trained parameters lets the current stream wait for their buckets; so do hooks on
-the modules' ``state_dict`` and ``load_state_dict``, and the first module that runs without gradients waits for all.
+A pre-hook on every module that holds trained parameters lets the current stream wait for their buckets. Hooks on the
+modules' ``state_dict`` and ``load_state_dict``, and the first module that runs without gradients, wait for all buckets.
 
 Hooks do not see a parameter that is used without the forward of a module that holds it (the output projection of
 ``nn.MultiheadAttention``, a weight handed to ``F.linear``), nor one inside a compiled region that is no module of the
-model. Such a parameter has a gradient though none of its modules has run. The first step, after which nothing is in
-flight yet, finds them, and their buckets are waited for at the end of every step. One that turns up later may have been
-read too early: an error.
+model. Such a parameter has a gradient though none of its modules has run. The first step, before which nothing is in
+flight, finds such parameters; from then on every step waits for their buckets at its end. One that turns up later
+may have been read before its gather ended, and is an error.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class ForwardGathers:
         self.in_flight = False
         homes = {id(member.parameter): (bucket, member) for bucket, member in self._members()}
         self._handles: list[Any] = []
-        # by number of the module; hooks refer to it only through self, so that their copies have nothing to wait for
+        # keyed by number of the module; hooks get at it only through self, so that a copy's hooks wait for nothing
         self._held: dict[int, list[tuple[ParameterBucket, Member]]] = {}
         compiled = [module for module in model.modules() if _is_compiled(module)]
         inside = {id(inner) for outer in compiled for inner in outer.modules()} - {id(outer) for outer in compiled}
         for number, module in enumerate(model.modules()):
-            # a compiled module waits before its region is entered, for all that is in it
+            # before its region is entered, a compiled module waits for all parameters inside
             parameters = module.parameters(recurse=_is_compiled(module))
             held = [homes[id(parameter)] for parameter in parameters if id(parameter) in homes]
             if not held:
                 continue
             if id(module) not in inside:
                 self._held[number] = held
-                # before hooks that make a weight of parameters: weight and spectral norms, pruning
+                # before hooks that compute a weight from parameters: weight and spectral norms, pruning
                 hook = partial(self._before_forward, number)
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
             self._handles.append(module.register_state_dict_pre_hook(self._before_state))
@@ -53,7 +53,7 @@ class ForwardGathers:
         """Before a step: find parameters that hooks do not see; no gather is in flight afterwards.
 
         Raises:
-            RuntimeError: if one of them was in flight when it was used.
+            RuntimeError: if such a parameter may have been in flight when it was used.
         """
         for bucket in self._buckets:
             for member in bucket.members:
@@ -89,7 +89,7 @@ class ForwardGathers:
         self.in_flight = False
 
     def fetch(self, parameters: Collection[int]) -> None:
-        """Wait for these, by ``id``, as a module does that is about to use them."""
+        """Wait for the parameters with these ids, as their module does before it uses them."""
         for bucket, member in self._members():
             if id(member.parameter) in parameters:
                 member.entered = True
@@ -100,12 +100,12 @@ class ForwardGathers:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        # who refers to this may outlive them
+        # this object may outlive the buckets
         self._buckets, self._held = (), {}
         self.in_flight = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardGathers:
-        """Hooks of a copied model do nothing; what was copied while a gather was under way is copied again."""
+        """Hooks of a copied model do nothing; parameters that were copied during a gather are copied again after it."""
         if self.in_flight:
             self.wait()
             with torch.no_grad():
@@ -126,7 +126,7 @@ class ForwardGathers:
         if not torch.compiler.is_compiling():
             self._enter(held)
         elif self.in_flight:
-            # compiled after the first step: correct, at the price of a break in the graph
+            # compiled after the first step: correct, at the price of a graph break
             torch.compiler.disable(self._enter)(held)
 
     def _enter(self, held: list[tuple[ParameterBucket, Member]]) -> None:
@@ -141,6 +141,6 @@ class ForwardGathers:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    # without importing what compiles, which costs seconds: where it is not loaded, nothing is compiled
+    # without importing Dynamo, which takes seconds: if it is not loaded, nothing is compiled
     dynamo = sys.modules.get("torch._dynamo")
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)

@@ -1,13 +1,14 @@
 """Ranks that wait for each other in a stream of the device, without a kernel.
 
-Every rank has flags in the memory of each other one. To meet is to write a number to these, and to wait until those in
-one's own memory have it, too: by CUDA's stream memory operations, of which none needs a multiprocessor. For **a kernel
-that is queued behind a wait makes every kernel of other streams begin 1.3 microseconds later**, as long as that wait
-lasts (H100; copies, and these operations, do not). A host that is ahead of the device by half a step so loses some 2 ms
-of it; ``benchmarks/NOTES.md``, The main job 17, has how that was found.
+Every rank has flags in the memory of each other rank. To meet, a rank writes a number to its flags, and waits until the
+other ranks' flags in its own memory have that number. CUDA's stream memory operations do both, and need no
+multiprocessor. The reason: **a kernel that is queued behind a wait makes every kernel of other streams begin 1.3
+microseconds later**, as long as that wait lasts (H100; copies and stream memory operations do not). With the host half
+a step ahead of the device, this costs some 2 ms a step; ``benchmarks/NOTES.md``, The main job 17, says how that was
+found.
 
-A number that never comes is waited for without an end, and the host goes on. So it watches how far the device has got,
-and ends the process after a timeout, as NCCL does.
+The device waits without end for a number that never comes, while the host goes on. So the host watches how far the
+device has got, and ends the process after a timeout, as NCCL does.
 
 Source: CUDA driver API, stream memory operations (cuStreamWriteValue32, cuStreamWaitValue32).
 """
@@ -36,13 +37,13 @@ FLAG_BYTES = 8  # of one rank in the memory of another
 class Meeting:
     """The flags, and how often the ranks have met.
 
-    A rank that goes on may come to the next meeting before others have seen that it came to this one, but not to the
-    one behind that. So each has two flags, in turn, and waits until others' are equal to its own: those that meet for
-    something else wait for ever, instead of taking it for the same.
+    A rank may come to the next meeting before others have seen it at this one, but not to the meeting after that. So
+    each rank has two flags, used in turn. It waits until the others' flags equal its own: ranks that meet for different
+    things wait for ever, instead of mistaking one meeting for the other.
 
     Args:
         theirs: the address of this rank's flags in each other rank's memory.
-        ours: of each other rank's in this one's. Two int32 each, 0 before the first meeting.
+        ours: the address of each other rank's flags in this rank's memory. Two int32 each, 0 before the first meeting.
     """
 
     def __init__(self, theirs: Sequence[int], ours: Sequence[int]) -> None:
@@ -50,7 +51,7 @@ class Meeting:
         self._number = 0
 
     def hold(self, stream: torch.cuda.Stream, what: int) -> None:
-        """Let ``stream`` go on once all ranks have come, as often as this one has, for the same ``what < 2^16``."""
+        """Let ``stream`` go on once all ranks have come to this meeting, for the same ``what < 2^16``."""
         self._number = (self._number + 1) % 2**16
         handle, turn, value = stream.cuda_stream, 4 * (self._number % 2), self._number << 16 | what
         for address in self._theirs:
@@ -65,7 +66,7 @@ def write_value(stream: int, address: int, value: int) -> None:
 
 
 def missing_operations() -> str | None:
-    """What this machine lacks to let ranks meet so; None: nothing."""
+    """What this machine lacks for such meetings, None if nothing."""
     try:
         for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
             _operation(name)
@@ -75,42 +76,43 @@ def missing_operations() -> str | None:
 
 
 class Watch:
-    """Looks, from a thread, whether the device ends what it has begun, and ends the process if that takes too long.
+    """A thread that ends the process if the device takes too long to finish work that it has begun.
 
-    What the device has not begun, for it is behind the host, takes no time, nor does this process while it is stopped.
+    The time does not run before the device, which may be behind the host, has begun the work, nor while this process is
+    stopped.
 
     Args:
-        progress: ``[1]``, int32, 0, in memory of the host that the device writes to.
+        progress: ``[1]``, int32, 0, in host memory that the device can write to.
         timeout: in seconds.
-        what: is waited for.
-        end: how to end the process.
+        what: the work, as the log message names it.
+        end: ends the process.
     """
 
     def __init__(self, progress: Tensor, timeout: float, what: str, end: Callable[[], None] = os.abort) -> None:
         self._progress, self._timeout, self._what, self._end = progress, timeout, what, end
         self._period = min(5.0, timeout / 4)  # seconds between two looks
-        self._written = 0  # how often, where all of it has been
+        self._written = 0  # the value of ``progress`` once the device has done everything
         self._seen, self._waited = 0, 0.0
         self._is_left = False
-        # keeps the memory until the device has written to it for the last time
+        # the thread keeps ``progress`` alive until the device has written to it for the last time
         threading.Thread(target=self._look_on, daemon=True, name="optim_dist").start()
 
     def write(self, stream: torch.cuda.Stream) -> None:
-        """Let ``stream`` tell that it begins something; the next time, that it has ended it."""
+        """Let ``stream`` report that it begins some work, and with the next call that it has finished the work."""
         self._written = (self._written + 1) % 2**31
         write_value(stream.cuda_stream, self._progress.data_ptr(), self._written)
 
     @property
     def is_over(self) -> bool:
-        """Whether the device has ended all that it was given."""
+        """Whether the device has finished all that it was given."""
         return self._found == self._written
 
     def leave(self) -> None:
-        """Nothing more comes; look on until what is under way has ended."""
+        """Nothing more is launched: let the thread end once the device has finished."""
         self._is_left = True
 
     def look(self) -> None:
-        """End the process if what was under way in many looks still is."""
+        """Called every ``_period`` seconds: end the process if the same work was seen in flight beyond the timeout."""
         found = self._found
         if found % 2 == 0 or found != self._seen:
             self._seen, self._waited = found, 0.0
@@ -132,7 +134,7 @@ class Watch:
 
     @property
     def _found(self) -> int:
-        # by no operation of torch, out of which a thread cannot be stopped where the interpreter ends
+        # without an operation of torch: a daemon thread inside one cannot be stopped when the interpreter ends
         return ctypes.c_int32.from_address(self._progress.data_ptr()).value
 
 

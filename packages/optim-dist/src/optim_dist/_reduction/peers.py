@@ -47,7 +47,7 @@ MESSAGE_BYTES = 2**16  # the longest message of a rank that goes through shared 
 
 @dataclass(frozen=True)
 class Chunk:
-    """This rank's chunk of a flat tensor, as it lies at the next rank, the rank after that, ..., and last at this one."""
+    """This rank's chunk of a flat tensor: its place at the next rank, the one after that, ..., and last at this one."""
 
     places: list[Tensor]
     number: int  # below 2^16, a hash that stands for the flat tensor, the same on all ranks
@@ -95,7 +95,7 @@ class PeerMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of all regions that exist now."""
-        return sum(region.handle.buffer_size for region in list(self._regions.values()))  # collection may drop some
+        return sum(region.handle.buffer_size for region in list(self._regions.values()))  # GC may drop some meanwhile
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros that other ranks can access, too. Collective, with the same arguments."""
@@ -215,7 +215,7 @@ class PeerMemory:
 
     def leave(self) -> None:
         """Never free the regions: torch would wait for the device, where copies may wait for other ranks for ever."""
-        for region in list(self._regions.values()):  # garbage collection may drop some
+        for region in list(self._regions.values()):  # GC may drop some meanwhile
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(region.storage()))
 
 

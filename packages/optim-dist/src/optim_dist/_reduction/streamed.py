@@ -1,16 +1,17 @@
 """Reductions of gradients that are not kept: every backward pass reduces, and leaves no ``.grad``.
 
-A step has ``accumulation_steps`` rounds. In each every bucket is reduced once, in plan order, so that every rank issues
-the same collectives in the same order whatever arrives when:
+A step has ``accumulation_steps`` rounds. In each, every bucket is reduced once, in plan order, so that every rank
+issues the same collectives in the same order, whenever its gradients arrive:
 
-    a bucket is full        its reduction is launched, if that of all before it has been
-    a pass ends             what is not full yet is launched with zeros for what is missing
-    step(), clipping        rounds that this rank has had no pass for are launched with what there is
+    a bucket is full        its reduction is launched, if those of all buckets before it have been
+    a pass ends             buckets that are not full yet are launched with zeros for missing gradients
+    step(), clipping        rounds for which this rank has had no pass are launched with the gradients there are
 
-A reduction needs a buffer. The oldest in flight gives its up, once all ranks have launched it: those that lack a
-gradient do so at the end of their pass. Two optimizers that did this could wait for each other, so that of several
-ones none waits under backward: each launches as many reductions as it has buffers, and the rest in its step. Which
-others there are ranks agree on, for one that nobody uses any more may be gone on some of them alone.
+A reduction needs a buffer. If none is free, it waits for the oldest reduction in flight, which ends once all ranks have
+launched it: a rank that lacks a gradient does so at the end of its pass. Two optimizers that waited like this could
+wait for each other. So if there are several, none waits during backward: each launches as many reductions as it has
+free buffers, and the rest in its step. Ranks agree on which other optimizers exist, because one that is no longer used
+may have been collected on some ranks only.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from optim_dist.overlap import refused_passes
 from optim_dist.plan import BucketPlan, ParameterSpec
 from optim_dist.reducers import Reducer
 
-# of this process, whose backward passes may wait for other ranks
+# the reductions of this process whose backward passes may wait for other ranks
 _live: weakref.WeakSet[StreamedReduction] = weakref.WeakSet()
 
 
 class StreamedReduction:
-    """Counts gradients in, and launches reductions of full buckets from rolling buffers; see ``BackwardReduction``."""
+    """Counts gradients in, launches reductions of full buckets from rolling buffers; see ``BackwardReduction``."""
 
-    reducer: Reducer  # that of all buckets; ``extend`` gives it
-    number = 0  # among the optimizers of this process, the same on all ranks; ``meet`` gives it
+    reducer: Reducer  # for all buckets; set by ``extend``
+    number = 0  # among the optimizers of this process, the same on all ranks; set by ``meet``
     eager = is_told = True
 
     def __init__(
@@ -60,13 +61,13 @@ class StreamedReduction:
         self._ranks = tuple(ranks)
         self._refused_before = refused_passes[self._ranks]  # when this step began
         self._round = self._next = 0
-        self._num_passes = 0  # in which a gradient has arrived, in this step
-        self._task = -1  # of autograd: the latest of them
+        self._num_passes = 0  # backward passes of this step in which a gradient has arrived
+        self._task = -1  # autograd's number of the latest such pass
         self._free: list[Buffer] = []
         self._in_flight: deque[tuple[StreamedBucket, Contribution, Buffer]] = deque()
-        self._streams = WrittenStreams()  # of gradients, buffers and sums
+        self._streams = WrittenStreams()  # that have written gradients, buffers or sums
         self._handles: list[Any] = []
-        self._others: set[int] = set()  # numbers of those that backward must not wait beside
+        self._others: set[int] = set()  # other optimizers' numbers; while there are any, backward does not wait
 
     def build(
         self,
@@ -79,12 +80,12 @@ class StreamedReduction:
         return build_streamed_bucket(plan, specs, parameters, communicator, self._sums_dtype(plan), self._num_paired)
 
     def extend(self, buckets: Sequence[ParameterBucket], reducer: Reducer) -> None:
-        """Take more buckets, that it has built, behind those that there are."""
+        """Append buckets that ``build`` has made."""
         new = [bucket for bucket in buckets if isinstance(bucket, StreamedBucket)]
         self.buckets += new
         self.reducer = reducer
         assert not self._in_flight, "parameters are added between steps"
-        self._free.clear()  # before there are larger ones
+        self._free.clear()  # freed before larger ones are allocated
         if self.buckets:
             self._free += [Buffer(self.buckets, reducer.communicator) for _ in range(NUM_BUFFERS)]
         self._handles += [
@@ -94,7 +95,7 @@ class StreamedReduction:
         ]
 
     def meet(self, communicator: Communicator, number: int) -> None:
-        """Agree on which others there are, on any rank. Collective; they are forgotten when they are closed."""
+        """Agree on which other streamed optimizers any rank has. Collective; ``close`` takes an optimizer out again."""
         self.number = number
         _live.discard(self)
         found = communicator.gather_json([other.number for other in _live])
@@ -106,7 +107,7 @@ class StreamedReduction:
 
     @property
     def gradient_bytes(self) -> int:
-        """Memory for gradients that stays."""
+        """Bytes for gradients that stay allocated."""
         buffers = [*self._free, *(buffer for *_, buffer in self._in_flight)]
         trees = sum(bucket.tree.nbytes for bucket in self.buckets if bucket.tree is not None)
         return sum(buffer.nbytes for buffer in buffers) + sum(bucket.sums.nbytes for bucket in self.buckets) + trees
@@ -138,7 +139,7 @@ class StreamedReduction:
         return self._num_passes > 0 or refused_passes[self._ranks] != self._refused_before
 
     def are_gone(self) -> bool:
-        """False: that no ``.grad`` is left says nothing."""
+        """False: reductions leave no ``.grad``, so that there is none says nothing."""
         return False
 
     def launch_all(self) -> None:
@@ -155,7 +156,7 @@ class StreamedReduction:
         return bucket.sums
 
     def finish_launched(self) -> None:
-        """Refuse a ``GradScaler``, which asks for this before it looks at ``.grad``, and fails where there is none."""
+        """Refuse a ``GradScaler``, which calls this before it reads ``.grad``, and fails if there is none."""
         if not self.buckets:
             return
         raise RuntimeError(
@@ -168,7 +169,7 @@ class StreamedReduction:
         """Give up this step's reductions, once every rank has issued all of them, and begin a new step.
 
         Args:
-            is_agreed: all ranks do, so that those that know of no reduction take part.
+            is_agreed: all ranks do this, so one that knows of no reduction takes part, too.
         """
         if is_agreed or self.is_due:
             self.num_given_up += 1
@@ -179,9 +180,10 @@ class StreamedReduction:
         self.restart()
 
     def abandon(self) -> bool:
-        """Begin a new step, and leave reductions of this one to themselves; returns whether there were any.
+        """Begin a new step without waiting for this step's reductions; return whether there were any.
 
-        They may never end, for other ranks may launch none. What they write to stays, and is not used again.
+        They may never end, since other ranks may not launch them. The memory they write to stays, and is not used
+        again.
         """
         was_started = self.started
         self.restart()
@@ -198,20 +200,20 @@ class StreamedReduction:
                 member.arrived = False
 
     def clear(self) -> None:
-        """Let go of all buckets; others may come."""
+        """Let go of all buckets; ``extend`` may bring others."""
         self.close()
         self.buckets.clear()
         self._free.clear()
         self.restart()
 
     def close(self) -> None:
-        """Remove the hooks, on all ranks: others no longer mind this one."""
+        """Remove the hooks, on all ranks, and take this optimizer out of what ``meet`` agreed on."""
         self.remove_hooks()
         for other in _live:
             other._others.discard(self.number)
 
     def remove_hooks(self) -> None:
-        """Leave gradients alone."""
+        """Remove the hooks, so that gradients are left alone."""
         _live.discard(self)
         for handle in self._handles:
             handle.remove()
@@ -226,18 +228,18 @@ class StreamedReduction:
             while self._round < self.passes and not self.buckets[self._next].missing and self._may_launch:
                 self._launch()
 
-        # compiled autograd would make graphs of it
+        # compiled autograd would trace it
         return torch.compiler.disable(gradient_arrived)
 
     def _begin_pass(self, arriving: Member) -> None:
-        """If ``arriving`` is the first gradient of a backward pass: count it, and come back when it ends."""
+        """If ``arriving`` is the first gradient of a backward pass: count the pass, and have ``_end_pass`` called."""
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
         if found_nothing(self.counts, self.buckets):
             self.drop()
         if self._num_passes == self.passes or self.counts is not None:
-            # counts for other optimizers, see there
+            # other optimizers read this, see ``overlap.refused_passes``
             refused_passes[self._ranks] += 1
             raise RuntimeError(
                 f"a gradient of {arriving.name} arrived after the {self.passes} backward passes of accumulation_steps= "
@@ -247,17 +249,17 @@ class StreamedReduction:
             )
         self._task = task
         self._num_passes += 1
-        # not called if an error cuts the pass short; the next one makes up for it
+        # not called if an error cuts the pass short; the end of the next pass makes up for it
         Variable._execution_engine.queue_callback(self._end_pass)
 
     def _end_pass(self) -> None:
-        """Launch what is left of the rounds that this rank has had passes for, with zeros for what is missing."""
+        """Launch the rest of the rounds that this rank has had passes for, with zeros for missing gradients."""
         while self._round < self._num_passes and self._may_launch:
             self._launch()
 
     @property
     def _may_launch(self) -> bool:
-        """Whether the next reduction may be launched under backward."""
+        """Whether the next reduction may be launched during backward."""
         may_wait = not self._others and self.reducer.starts_alone
         return may_wait or (bool(self._free) and self.reducer.is_ready(self.buckets[self._next]))
 
