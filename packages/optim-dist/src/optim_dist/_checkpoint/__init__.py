@@ -1,1 +1,1 @@
-"""Behind ``checkpoint``: what its files hold, what they say of themselves, and how it comes to other ranks."""
+"""The parts of ``checkpoint``: what its files hold, how they describe it, and how it gets to other ranks."""

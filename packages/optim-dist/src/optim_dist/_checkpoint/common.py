@@ -11,20 +11,20 @@ from torch import Tensor
 
 
 def without_tensors_of_model(common: Mapping[str, Any]) -> dict[str, Any]:
-    """``common.pt`` but for the model's plain tensors, which always can be read back, and may take much memory."""
+    """``common.pt`` without the model's plain tensors: these can always be read back, and may take much memory."""
     return {**common, "model": {name: value for name, value in common["model"].items() if not _is_plain(value)}}
 
 
 def _is_plain(value: Any) -> bool:
-    # attributes that somebody has given to a tensor are written with it
+    # attributes that somebody has set on a tensor are written with it
     return type(value) is Tensor and not vars(value)
 
 
 def packed_readable(content: Mapping[str, Any]) -> io.BytesIO:
-    """A file's bytes, once they have been read back.
+    """``content`` as a file's bytes, which have been read back as a test.
 
     Raises:
-        TypeError: naming the entries that cannot be.
+        TypeError: naming the entries that cannot be read back.
     """
     try:
         return _read_back(content)
@@ -37,7 +37,7 @@ def packed_readable(content: Mapping[str, Any]) -> io.BytesIO:
 
 
 def unpacked(buffer: io.BytesIO) -> Any:
-    """What a file's bytes say, on the CPU."""
+    """The content of a file's bytes, on the CPU."""
     buffer.seek(0)
     return torch.load(buffer, map_location="cpu", weights_only=True)
 

@@ -32,7 +32,7 @@ EXTRA_STATE = "_extra_state"  # torch's name for what a module's ``get_extra_sta
 
 
 def named_specs(optimizer: LiveOptimizer, model: nn.Module | None) -> list[ParameterSpec]:
-    """The plan's parameters under the names that the model gives them, as files hold them: of DTensors, rows."""
+    """The plan's parameters with the model's names, and with the strides in files: those of rows, for DTensors."""
     names = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
     specs = [
         replace(
@@ -52,7 +52,7 @@ def named_specs(optimizer: LiveOptimizer, model: nn.Module | None) -> list[Param
 
 
 def pieces_of(optimizer: LiveOptimizer, index: int) -> list[Piece]:
-    """Which rank writes, and is the first to read, which elements of a parameter."""
+    """The pieces of a parameter: which rank writes which elements, and at load is the first to get them."""
     spec = optimizer.plan.parameters[index]
     if spec.sharding:
         return row_pieces(index, spec.shape, optimizer.communicator.ranks)
@@ -100,7 +100,7 @@ def describe_state(optimizer: LiveOptimizer, specs: list[ParameterSpec]) -> dict
 def saved_parameters(
     specs: Sequence[ParameterSpec], pieces_of_each: Sequence[Sequence[Piece]], described: Sequence[dict[str, Any]]
 ) -> list[SavedParameter]:
-    """The manifest's entries, from what every rank said of its state."""
+    """The manifest's entries, from every rank's ``describe_state``."""
     saved = []
     for spec, pieces in zip(specs, pieces_of_each, strict=True):
         keys, scalars = described[pieces[0].rank].get(spec.name, ({}, {}))
@@ -117,7 +117,7 @@ def saved_parameters(
 
 
 def layouts_by_name(optimizer: LiveOptimizer, specs: Sequence[ParameterSpec]) -> dict[str, Layout]:
-    """How each DTensor of several ranks lies."""
+    """The layout of each DTensor on several ranks, keyed by name."""
     return {specs[index].name: layout for index, layout in optimizer.layouts.items()}
 
 
@@ -152,7 +152,7 @@ def compare_groups(
 
 
 def load_groups(optimizer: LiveOptimizer, saved: list[dict[str, Any]]) -> None:
-    """Take over hyperparameters; the state is empty afterwards."""
+    """Take over saved hyperparameters; the state is empty afterwards."""
     stamp = stamped({}, optimizer.plan, optimizer.communicator.rank)
     optimizer.load_state_dict({"state": {}, "param_groups": saved, **stamp})
 
@@ -160,8 +160,8 @@ def load_groups(optimizer: LiveOptimizer, saved: list[dict[str, Any]]) -> None:
 def rest_of_model(model: nn.Module | None, optimizer: LiveOptimizer) -> dict[str, Any]:
     """The model's state that the optimizer does not own: buffers and frozen parameters.
 
-    Called before parameters are asked for their names: FSDP2 leaves whole ones in a model that was evaluated, and puts
-    the cut ones back when it is asked for its state.
+    To be called before parameters' names are read: after an evaluation FSDP2 leaves whole parameters in the model, and
+    ``state_dict()`` puts the cut ones back.
     """
     if model is None:
         return {}
@@ -180,7 +180,7 @@ def whole_rest(rest: Mapping[str, Any], optimizer: LiveOptimizer) -> dict[str, A
 
 
 def load_rest(model: nn.Module | None, mine: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Bring the rest of the model to what was saved."""
+    """Load the saved rest of the model."""
     if model is not None:
         cut = {name: cut_like(saved[name], value) for name, value in mine.items() if isinstance(value, DTensor)}
         model.load_state_dict({**saved, **cut}, strict=False)
@@ -202,12 +202,12 @@ def compare_rest(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]
 
 
 def _fits_dtype(saved: Tensor, mine: Tensor) -> bool:
-    """Whether torch would load it as it is, or round it; as integers numbers would be others."""
+    """Whether torch would load the tensor as it is, or round it; from or to integers, numbers would change."""
     return saved.dtype == mine.dtype or (saved.is_floating_point() and mine.is_floating_point())
 
 
 def flat_part(value: Tensor, shard: Shard) -> Tensor:
-    """The elements in the memory order of the parameter."""
+    """The elements of ``value``, flat, in the memory order of the parameter."""
     value, stride = local(value), dense_stride(shard.value)
     if value.shape == shard.value.shape and value.stride() != stride:
         value = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)

@@ -1,13 +1,13 @@
-"""A file that is written, hashed and brought to the disk at the same time, by three threads.
+"""A file that is written, hashed and flushed to the disk at the same time, by three threads.
 
-    caller   copies what it is given into chunks, and writes each that is full into the file
-    digest   hashes chunks in order, from the memory that they were written from: what a disk, or the way there, makes
-             of them is found at load
+    caller   copies what it is given into chunks, and writes each full chunk into the file
+    digest   hashes chunks in order, from the memory that they are written from, so that load finds what the disk, or
+             the way there, has changed
     disk     flushes what is written so far, again and again, so that little is left to flush at the end
 
-Floor: the slowest of the three, where each after the other takes their sum. Chunks are lent in turn, so that the caller
-is ahead of the digest by ``NUM_CHUNKS`` at most, whatever the size of the file. What is smaller than a chunk starts no
-thread.
+Lower bound: the time of the slowest of the three; one after the other, they would take the sum. Chunks are reused in
+turn, so that the caller is ahead of the digest by ``NUM_CHUNKS`` at most, whatever the size of the file. A file smaller
+than a chunk starts no thread.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import IO
 
-CHUNK = 2**20  # bytes: much for a call of the system; all chunks together stay in the cache of a core
+CHUNK = 2**20  # bytes: large for a system call; all chunks together stay in the cache of a core
 NUM_CHUNKS = 8
 
 
 class DigestingStream:
-    """Writes into an open file; ``finish`` flushes it to the disk, and knows its size and SHA-256. A context manager.
+    """Writes into an open file; ``finish`` flushes it to the disk, and returns size and SHA-256. A context manager.
 
     Threads end with the context, however it ends.
     """
@@ -48,7 +48,7 @@ class DigestingStream:
         self._end_threads()
 
     def write(self, data: bytes | memoryview) -> int:
-        """Take ``data``, which may change afterwards."""
+        """Copy ``data``, which the caller may change afterwards; returns its number of bytes."""
         view = memoryview(data).cast("B")
         place = 0
         while place < len(view):
@@ -61,13 +61,13 @@ class DigestingStream:
         return len(view)
 
     def flush(self) -> None:
-        """Nothing: chunks that are not full have time until ``finish``."""
+        """Do nothing: ``finish`` writes the chunk that is not full."""
 
     def finish(self) -> tuple[int, str]:
-        """Flush all to the disk; the file's size and digest.
+        """Flush everything to the disk; return the file's size and digest.
 
         Raises:
-            OSError: what any flush has failed with, of which the system tells only once.
+            OSError: the error of any flush, also an earlier one: the system reports it only once.
         """
         last = memoryview(self._chunk)[: self._fill]
         self._num_bytes += self._fill
@@ -81,7 +81,7 @@ class DigestingStream:
         return self._num_bytes, self._digest.hexdigest()
 
     def _pass_on(self) -> None:
-        """Write the chunk, which is full, leave it to the digest, and take one that is free."""
+        """Write the full chunk, hand it to the digest, and take a free one."""
         if self._chunk:
             if self._error is not None:
                 raise self._error

@@ -1,4 +1,4 @@
-"""What fails on one rank, as an error on every rank: else the others wait for it until the timeout."""
+"""Failures of one rank as errors on every rank: otherwise the others would wait for it until the timeout."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from optim_dist._reduction.collectives import Communicator
 
 @contextmanager
 def raised_together(communicator: Communicator, what: str, rank: int | None = None) -> Iterator[list[str]]:
-    """Problems that any rank appends to the list, or runs into, as one ``RuntimeError`` on all; collective at its end.
+    """Raise problems that any rank appends to the list, or its exception, as one ``RuntimeError`` on all ranks.
 
-    Nothing collective belongs inside: a rank that has failed does not take part in it.
+    Collective at its end. Nothing collective belongs inside: a rank that has failed does not take part in it.
 
     Args:
-        rank: what this one is called, if not as in ``communicator``.
+        rank: this rank's number in messages, if not that of ``communicator``.
     """
     problems: list[str] = []
     try:
@@ -27,5 +27,5 @@ def raised_together(communicator: Communicator, what: str, rank: int | None = No
 
 
 def described(rank: int, error: Exception) -> str:
-    """Which rank ran into what."""
+    """The text of an error, with the rank that ran into it."""
     return f"rank {rank}: {type(error).__name__}: {error}"

@@ -1,13 +1,14 @@
-"""nanochat's optimizer files, one a rank, as the state of one process.
+"""nanochat's optimizer files, one per rank, as the state of one process.
 
     AdamW   step            the same on every rank, an int or a tensor
             exp_avg(_sq)    whole on every rank if the parameter is small, else ``shape[0] / W`` rows of it on each of W
-    Muon    of a group of K parameters of one shape, in the state of the first: chunks of C = ceil(K / W) matrices on
+    Muon    a group of K parameters of one shape has its state with the first: chunks of C = ceil(K / W) matrices on
             each of W ranks, zeros behind the K-th
             momentum_buffer         (C, *shape)
             second_momentum_buffer  (C, r, 1) if r >= c else (C, 1, c)  for matrices r x c
 
-What lies how is told by shapes, so that one process is W = 1. In 2025 each matrix had a state of its own, on one rank.
+Shapes tell which of these a tensor is, so that one process is W = 1. In 2025 each matrix had its own state, on one
+rank.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def paths_of(files: Any) -> list[Path]:
     """The paths in ``files``.
 
     Raises:
-        TypeError: if it is none, or one.
+        TypeError: if it is a single path, or no iterable.
     """
     if isinstance(files, str | os.PathLike) or not isinstance(files, Iterable):
         raise TypeError(f"files must be a list of the paths of all ranks, got {files!r}")
@@ -47,7 +48,7 @@ def in_rank_order(files: Sequence[Path]) -> list[Path]:
     """The files by the ranks in their names (``optim_000100_rank12.pt``); as they are if no name has one.
 
     Raises:
-        CheckpointError: if ranks are missing or come twice, or files are of several saves.
+        CheckpointError: if there are no files, ranks are missing or come twice, or files are of several saves.
     """
     found = [re.fullmatch(r"(.*rank[-_]?)(\d+)(.*)", file.name) for file in files]
     named = [(int(match[2]), (match[1], match[3]), file) for match, file in zip(found, files) if match]
@@ -95,7 +96,7 @@ def read(files: Sequence[Path], index: int | None) -> list[dict[str, Any]]:
 
 
 def merged(saved: Sequence[dict[str, Any]], groups: Sequence[Mapping[str, Any]], where: Path) -> dict[str, Any]:
-    """A one-process state dict for parameters as ``groups`` list them, of what W ranks have saved, in their order.
+    """What W ranks have saved, in rank order, as a one-process state dict for parameters as ``groups`` list them.
 
     Raises:
         CheckpointError: with everything that does not fit.
@@ -125,12 +126,12 @@ def merged(saved: Sequence[dict[str, Any]], groups: Sequence[Mapping[str, Any]],
         states |= {i: state for i, state in zip(numbers, found, strict=True) if state}
     if problems:
         raise CheckpointError(where, problems)
-    # of one group of ours any of theirs, which are alike
+    # if one group of ours is several of theirs, their options are alike
     options = first if len(first) == len(groups) else first[:1]
     all_numbers = iter(range(len(listed)))
     described = [
         {
-            # a tensor of matrices is no hyperparameter, but the buffer of zeros that they had in 2025
+            # a tensor with dimensions is no hyperparameter, but the buffer of zeros that groups had in 2025
             **{key: value for key, value in theirs.items() if not isinstance(value, Tensor) or value.ndim == 0},
             "params": [next(all_numbers) for _ in group["params"]],
         }
@@ -140,7 +141,7 @@ def merged(saved: Sequence[dict[str, Any]], groups: Sequence[Mapping[str, Any]],
 
 
 class _Listed(NamedTuple):
-    """A parameter of ours; ``second`` is the shape of its second moment, as Muon has it."""
+    """A parameter of ours; ``second`` is the shape of Muon's second moment for it."""
 
     name: str
     shape: tuple[int, ...]
@@ -162,9 +163,9 @@ def _listed(groups: Sequence[Mapping[str, Any]]) -> list[_Listed]:
 def _members(
     saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
 ) -> list[tuple[Mapping[str, Any], list[int]]]:
-    """Of each saved group ours, and the numbers of its parameters among all of ours.
+    """For each saved group, our group, and the numbers of its parameters among all of ours.
 
-    Until 2026 their Muon took a list, and made a group of each shape; ours keeps it in one.
+    Until 2026 nanochat's Muon took a list and made one group per shape; ours keeps the list in one group.
     """
     if len(groups) == 1 and len(saved) > 1 and _kind(groups[0]) == "muon" and "kind" not in saved[0]:
         shapes = [tuple(parameter.shape) for parameter in groups[0]["params"]]
@@ -188,7 +189,7 @@ def _merged_adamw(by_rank: Sequence[Sequence[State]], listed: Sequence[_Listed],
         states = [rank[place] for rank in by_rank]
         merged.append({})
         if not any(states):
-            continue  # it had no gradient
+            continue  # the parameter had no gradient
         missing = [key for key in ("step", *MOMENTS) if any(key not in state for state in states)]
         if missing:
             problems.append(f"{name}: {', '.join(missing)} of some ranks is missing")
@@ -202,7 +203,7 @@ def _merged_adamw(by_rank: Sequence[Sequence[State]], listed: Sequence[_Listed],
 
 
 def _whole(parts: Sequence[Tensor], shape: tuple[int, ...], name: str, problems: list[str]) -> Tensor | None:
-    """A tensor of ``shape`` that each rank has, or has rows of; None, and a problem, if it is of another."""
+    """The tensor of ``shape`` that each rank has whole, or in equal rows; None, and a problem, if it is neither."""
     found = [tuple(part.shape) for part in parts]
     if all(each == shape for each in found):
         if all(torch.equal(part, parts[0]) for part in parts[1:]):
@@ -255,7 +256,7 @@ def _merged_muon(by_rank: Sequence[Sequence[State]], listed: Sequence[_Listed], 
 
 
 def _second_in_fp32(key: str, value: Tensor) -> Tensor:
-    """As ours are; theirs have the dtype of the parameter."""
+    """Second moments in fp32, as ours are; nanochat's have the dtype of the parameter."""
     return value.float() if key == SECOND and value.dtype != torch.float64 else value
 
 

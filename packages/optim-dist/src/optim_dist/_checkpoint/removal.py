@@ -1,9 +1,9 @@
-"""Old checkpoints go, and none is ever half gone: it loses its name first, then its files.
+"""Removal of old checkpoints, of which none is ever half gone: it loses its name first, then its files.
 
     NAME  ->  .NAME.<nonce>.removed  ->  nothing
 
-What a process that was killed in between leaves has no name under which it could be loaded, and is removed by the next
-save into the same directory. Several processes may save there: what another one has removed first is gone all the same.
+If a process is killed in between, what it leaves has no name under which it could be loaded, and the next save into the
+same directory removes it. Several processes may save there: that another one was first is no error.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from pathlib import Path
 
 from optim_dist._checkpoint.manifest import MANIFEST, NONCE, CheckpointError, read_manifest
 
-# of the complete checkpoints in a directory, the oldest first, those that are to go
+# from the complete checkpoints in a directory, the oldest first, to those that are to be removed
 Choice = Callable[[list[Path]], list[Path]]
 
 
 def all_but_the_newest(keep: int) -> Choice:
-    """Whatever is older than the ``keep`` newest."""
+    """The choice of all checkpoints that are older than the ``keep`` newest."""
     return lambda found: found[:-keep]
 
 
 def remove_old(folder: Path, choice: Choice) -> None:
-    """Remove what ``choice`` says of the checkpoints beside ``folder``, which was just written and stays."""
+    """Remove what ``choice`` picks among the checkpoints beside ``folder``, which was just written and stays."""
     for old in choice(complete_beside(folder)):
         if old != folder:
             remove(old)
 
 
 def complete_beside(folder: Path) -> list[Path]:
-    """The complete checkpoints in the directory of ``folder``, itself included, the one finished first in front.
+    """The complete checkpoints in the directory of ``folder``, itself included, the oldest first.
 
-    A folder is one if it has a manifest that can be read: others, and links, are somebody else's.
+    A folder with a manifest that can be read is a checkpoint; other folders, and links, are somebody else's.
     """
     found = []
     for other in folder.parent.iterdir():
@@ -44,9 +44,9 @@ def complete_beside(folder: Path) -> list[Path]:
         try:
             read_manifest(other)
             written = (other / MANIFEST).stat().st_mtime_ns
-        except (CheckpointError, OSError):  # of what may not be looked into, or is gone by now, too
+        except (CheckpointError, OSError):  # also for a folder that may not be read, or is gone by now
             continue
-        # the one just written last, even where clocks and file systems tell two saves not apart
+        # ``folder`` comes last even if clocks and file systems do not tell two saves apart
         found.append((other == folder, written, other))
     return [other for _, _, other in sorted(found)]
 
@@ -57,12 +57,12 @@ def remove(folder: Path) -> None:
     with suppress(FileNotFoundError):
         folder.rename(nameless)
         if nameless.is_symlink():
-            nameless.unlink()  # of a folder that somebody has moved, which is theirs
+            nameless.unlink()  # a link to a folder that somebody has moved: the folder is theirs
         else:
             shutil.rmtree(nameless)
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what ``remove`` has left there; in nobody's way if that fails."""
+    """Remove what an interrupted ``remove`` has left in ``directory``; failures are ignored."""
     for left in directory.glob(f".*.{'[0-9a-f]' * NONCE}.removed"):
         shutil.rmtree(left, ignore_errors=True)

@@ -5,9 +5,9 @@ is read by one rank; what a rank has read and what it is to own are sets of inte
 
     source   rows[r] = intervals of the files that r reads        target   rows[r] = intervals that r owns
 
-Every element is read once from disk and sent at most once. What each rank has read piece by piece as it is to own it,
-as after a restart of the same ranks, takes no exchange and no copy. Batches of bounded size, one after the other, leave
-little on its way, however much there is.
+Every element is read once from disk and sent at most once. If every rank has read exactly the pieces that it is to own,
+as after a restart of the same ranks, a tensor takes no exchange and no copy. Batches of bounded size, one after the
+other, keep what is in flight small, however large the checkpoint is.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from optim_dist.plan import Piece
 from optim_redist import Intervals, Item, Layout, Mesh, redistribute_many
 
 VALUE = "value"
-ROOM = 64 * 2**20  # bytes that a rank has read, and that it gets, of one batch; an exchange takes as much of each again
+ROOM = 64 * 2**20  # most bytes that a rank reads, and that it gets, in a batch; an exchange takes as much of each again
 
-# of an exchange
+# the sides of an exchange
 Side = Literal["before", "after"]
 
 
 class Segment(NamedTuple):
-    """Elements ``[start, stop)`` of a parameter's tensor, held by ``rank``, of its piece that begins at ``base``.
+    """Elements ``[start, stop)`` of a parameter's tensor that ``rank`` holds, in its piece that begins at ``base``.
 
-    Before the exchange they are from file ``file``.
+    Before the exchange ``file`` is the saved rank whose file has them.
     """
 
     rank: int
@@ -52,9 +52,9 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Extent:
-    """Elements ``[start, stop)`` of a parameter's tensor, and who holds which of them before and after.
+    """Elements ``[start, stop)`` of a parameter's tensor, and which rank holds which of them before and after.
 
-    ``is_last``: whether none follow.
+    ``is_last``: whether the tensor ends with them.
     """
 
     name: str
@@ -65,11 +65,11 @@ class Extent:
     is_last: bool = True
 
     def held(self, side: Side) -> list[Segment]:
-        """Without empty segments."""
+        """The segments of one side that are not empty."""
         return [part for part in (self.before if side == "before" else self.after) if part.start < part.stop]
 
     def cut(self, numel: int) -> Iterator[Extent]:
-        """The same in parts of ``numel`` elements at most."""
+        """The same elements in extents of ``numel`` elements at most."""
         if self.stop - self.start <= numel:
             yield self
             return
@@ -81,14 +81,14 @@ class Extent:
 
 @dataclass
 class Stream:
-    """One flat tensor of many parameters."""
+    """One flat tensor: many parameters' tensors of one state key and dtype."""
 
     key: str
     dtype: torch.dtype
     extents: list[Extent] = field(default_factory=list)
 
     def rows(self, side: Side, world_size: int) -> list[list[tuple[int, int]]]:
-        """Each rank's intervals."""
+        """Each rank's intervals of the flat tensor."""
         rows: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
         offset = 0
         for extent in self.extents:
@@ -103,7 +103,7 @@ class Stream:
 
     @property
     def stays(self) -> bool:
-        """Whether every rank owns the pieces that it has read."""
+        """Whether every rank is to own exactly the pieces that it has read."""
 
         def pieces(side: Side) -> list[list[tuple[int, int, int]]]:
             return [[(p.rank, p.start, p.stop) for p in extent.held(side)] for extent in self.extents]
@@ -111,7 +111,7 @@ class Stream:
         return pieces("before") == pieces("after")
 
     def own(self, side: Side, rank: int) -> Iterator[tuple[str, Segment]]:
-        """This rank's parts, in order."""
+        """The parts of ``rank``, in order, each with its parameter's name."""
         for extent in self.extents:
             for part in extent.held(side):
                 if part.rank == rank:
@@ -140,8 +140,8 @@ def streams(
 
     Args:
         readers: which rank reads, or has, each saved rank's file.
-        pieces: a parameter's new ones, if it is read.
-        with_values: whether parameters are among them, beside their state.
+        pieces: gives a parameter's new pieces, by its name; none if nothing is to be exchanged.
+        with_values: whether to include the parameters' values, beside their state.
     """
     found: dict[tuple[str, str], Stream] = {}
     for entry in saved:
@@ -163,7 +163,7 @@ def streams(
 
 
 def in_batches(wanted: Iterable[Stream], room: int) -> Iterator[list[Stream]]:
-    """The same elements in as many parts, one after another, as leave each rank ``room`` bytes of each on each side."""
+    """The same elements in batches, one after another, in each of which a rank has at most ``room`` bytes on a side."""
     batch: list[Stream] = []
     used: Counter[tuple[Side, int]] = Counter()
     for stream in wanted:
@@ -191,9 +191,10 @@ def exchange(
     group: ProcessGroup | None,
     device: torch.device,
 ) -> Iterator[Arrival]:
-    """What this rank owns, as flat parts; ``read(file, name, key)`` is a piece it has read. To be gone through.
+    """Yield what this rank owns, as flat parts; ``read(file, name, key)`` gives a piece that it has read.
 
-    What stays may be what was read itself. Which streams take part in the exchange all ranks know alike.
+    Collective: every rank has to iterate to the end. Parts of a stream that ``stays`` may be what was read, not a copy;
+    which streams these are is the same on all ranks.
     """
 
     def part_read(stream: Stream, name: str, part: Segment) -> Tensor:
@@ -225,6 +226,6 @@ def exchange(
 
 
 def _joined(parts: Iterable[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Flat parts, all in files or all on ``device``, as one tensor there."""
+    """Flat parts, all in files or all on ``device``, concatenated on ``device``."""
     found = list(parts)
     return torch.cat(found).to(device) if found else torch.empty(0, dtype=dtype, device=device)

@@ -1,8 +1,8 @@
-"""DTensors in a checkpoint: as whole rows, shared out evenly over the ranks, whatever they were cut into.
+"""DTensors in a checkpoint: as whole rows, shared out evenly over the ranks, however they were cut.
 
-A checkpoint's pieces are intervals of elements. What FSDP2 has cut over the same ranks lies so already; other layouts
-are brought there before they are written, and from there when they are read, a few tensors at a time. So the files say
-nothing about meshes and placements: any layout loads any other, plain parameters included.
+A checkpoint's pieces are intervals of elements. DTensors that FSDP2 has cut over the same ranks already lie in rows;
+other layouts are redistributed to rows before they are written, and from rows when they are read, a few tensors at a
+time. So the files say nothing about meshes and placements: any layout loads any other, plain parameters included.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from optim_dist.plan import Piece
 from optim_dist.sharded import flat_start
 from optim_redist import Item, Layout, Mesh, redistribute_many
 
-BATCH_BYTES = 256 * 2**20  # of whole tensors that are on their way together
+BATCH_BYTES = 256 * 2**20  # of whole tensors that are redistributed together
 
 
 class Part(NamedTuple):
@@ -32,14 +32,14 @@ class Part(NamedTuple):
 
 
 def rows_of(shape: Sequence[int], ranks: Sequence[int]) -> Layout:
-    """The first dimension over all ranks; a tensor without dimensions on the first."""
+    """The layout that cuts the first dimension over all ranks; a tensor without dimensions is on the first rank."""
     if not shape:
         return Layout(Mesh(1, ranks=list(ranks[:1])), [])
     return Layout.from_placements(Mesh(len(ranks), ranks=list(ranks)), (Cut(0),), shape)
 
 
 def row_pieces(index: int, shape: Sequence[int], ranks: Sequence[int]) -> list[Piece]:
-    """The pieces that a checkpoint has of a DTensor, in element order; the first rank's, an empty one, if of none."""
+    """The pieces of a DTensor in a checkpoint, in element order; of an empty one, an empty piece of the first rank."""
     layout = rows_of(shape, ranks)
     pieces = []
     for chunk, rank in enumerate(ranks[: len(layout.mesh.ranks)]):
@@ -51,7 +51,7 @@ def row_pieces(index: int, shape: Sequence[int], ranks: Sequence[int]) -> list[P
 
 
 def as_rows(flat: Tensor, shape: Sequence[int], communicator: Communicator) -> Tensor:
-    """The elements that this rank has of ``row_pieces``, in the shape of its rows."""
+    """The elements of this rank's piece (see ``row_pieces``) in the shape of its rows."""
     layout, rank = rows_of(shape, communicator.ranks), communicator.ranks[communicator.rank]
     return flat.view(layout.local_shape(shape, rank)) if rank in layout.mesh.ranks else flat
 
@@ -64,7 +64,7 @@ def to_rows(parts: Iterable[Part], layouts: Mapping[str, Layout], communicator: 
 
 
 def from_rows(parts: Iterable[Part], layouts: Mapping[str, Layout], communicator: Communicator) -> Iterator[Part]:
-    """Rows as they are to lie; collective, with the same names and shapes on every rank."""
+    """Rows as tensors in ``layouts``; collective, with the same names and shapes on every rank."""
     for batch in _batches(parts):
         rows = {part.name: rows_of(part.shape, communicator.ranks) for part in batch}
         yield from _moved(batch, rows, layouts, communicator)

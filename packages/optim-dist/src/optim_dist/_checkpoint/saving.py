@@ -1,6 +1,7 @@
-"""What a save does before anything is written: ranks agree, and what each has to say is taken from the training.
+"""The half of a save before anything is written: ranks agree, and each takes its contents from the training.
 
-With ``async_`` it is copied, and the rest, ``writing.write``, goes on in a thread; else the rest follows at once.
+With ``async_`` the contents are copied, and the other half, ``writing.write``, runs in a thread; else it follows at
+once.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ def save(
     """Save a checkpoint, or with ``async_`` begin to; collective.
 
     Args:
-        old: which checkpoints beside it are removed once it is complete.
-        copies: in how many folders that ranks do not share each rank's file is to be.
+        old: chooses the checkpoints beside it that are removed once it is complete.
+        copies: how many folders, which ranks do not share, are to have each rank's file.
         may_be_fewer: if there are fewer such folders, as many copies will do.
         options: names and values that have to be the same on all ranks.
-        faults: what is wrong with them on this one.
+        faults: what is wrong with the options on this rank.
     """
     communicator = opt.communicator
     communicator.check_ranks()
@@ -67,7 +68,7 @@ def save(
     _check_names(specs, communicator, destination.failed)
     staging = Staging()
     is_first = communicator.rank == 0
-    # collective where there are DTensors, so outside of what may fail on one rank
+    # collective if there are DTensors, so not inside ``raised_together``
     parts = own_parts(opt, specs, staging.copy if async_ else on_host)
     common: dict[str, Any] = {"model": whole_rest(rest, opt)}
     with raised_together(communicator, destination.failed):
@@ -94,7 +95,7 @@ def save(
 
 
 def _agreed(wanted: Destination, opt: DistOptimizer, options: Mapping[str, Any], faults: Sequence[str]) -> Destination:
-    """One destination for all ranks, once nothing is in the way of a save."""
+    """Check that nothing is in the way of a save; return one destination for all ranks."""
     communicator, folder, failed = opt.communicator, wanted.folder, wanted.failed
     is_between_steps = opt.is_between_steps
     with raised_together(communicator, failed) as problems:
@@ -117,7 +118,7 @@ def _agreed(wanted: Destination, opt: DistOptimizer, options: Mapping[str, Any],
     if len(set(ends)) > 1:
         raise RuntimeError(f"{failed}: ranks were given different paths, that end in {', '.join(ends)}")
     check_options(dict(zip(communicator.ranks, given)))
-    # a thread may outlive the directory that a relative path begins in
+    # absolute, since the working directory may change while a thread writes
     return replace(wanted, folder=folder.absolute(), nonce=nonces[0])
 
 

@@ -13,7 +13,7 @@ from optim_dist._checkpoint import manifest as manifests
 from optim_dist._checkpoint.faults import described
 from optim_dist._reduction.collectives import Communicator
 
-PIECE = 2**24  # bytes; a rank holds one that it sends and one that it receives
+PIECE = 2**24  # bytes; a rank holds one piece that it sends and one that it receives
 
 
 class Copy(NamedTuple):
@@ -25,15 +25,15 @@ class Copy(NamedTuple):
 
 
 class Courier:
-    """Takes one rank's part in copies of files between folders that ranks do not share.
+    """Does one rank's part of copying files between folders that ranks do not share.
 
     Args:
-        files: size and digest of each, which what arrives has to have.
-        addresses: every rank's global rank.
+        files: size and digest of each file, which arriving files must match.
+        addresses: the global rank of every rank of the checkpoint.
         communicator: of all ranks, on the CPU.
 
     Attributes:
-        problems: what went wrong on this rank, which goes on sending and receiving all the same: others wait for it.
+        problems: what went wrong on this rank; it goes on sending and receiving, because other ranks wait for it.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Courier:
         self.problems: list[str] = []
 
     def copy(self, copies: Iterable[Copy]) -> None:
-        """Send and receive what is this rank's; collective, with the same ``copies`` on every rank."""
+        """Do this rank's sends and receives; collective, with the same ``copies`` on every rank."""
         for each in _in_rounds(copies):
             out = next((copy for copy in each if copy.source == self._rank), None)
             into = next((copy for copy in each if copy.target == self._rank), None)
@@ -58,7 +58,7 @@ class Courier:
             if into is not None:
                 self._write(into, arriving)
             for _ in arriving:
-                pass  # what there is to send, and what could not be written
+                pass  # send the rest of ``out``, and receive what could not be written
 
     def _write(self, into: Copy, arriving: Iterator[bytearray]) -> None:
         try:
@@ -74,7 +74,7 @@ class Courier:
                 )
 
     def _exchanged(self, out: Copy | None, into: Copy | None) -> Iterator[bytearray]:
-        """The pieces of ``into``, while those of ``out`` are sent, one for one: so nobody waits in a circle."""
+        """Yield the pieces of ``into``, sending one of ``out`` for each, so that ranks do not wait in a circle."""
         num_out, num_into = (0 if copy is None else self._files[copy.name][0] for copy in (out, into))
         for start in range(0, max(num_out, num_into), PIECE):
             works = []
@@ -101,7 +101,7 @@ class Courier:
 
 
 def sent_to_all(content: bytes, num_bytes: int, source: int, communicator: Communicator) -> bytearray:
-    """``content`` of rank ``source``, of ``num_bytes``, on every rank; collective."""
+    """``content`` of rank ``source``, as ``num_bytes`` bytes, on every rank; collective."""
     found = bytearray(num_bytes)
     if communicator.rank == source:
         found[: len(content)] = content
@@ -114,7 +114,7 @@ def sent_to_all(content: bytes, num_bytes: int, source: int, communicator: Commu
 
 
 def _in_rounds(copies: Iterable[Copy]) -> list[list[Copy]]:
-    """Copies of which in each round a rank sends one at most, and receives one at most."""
+    """Group copies into rounds, in each of which a rank sends at most one and receives at most one."""
     rounds: list[list[Copy]] = []
     busy: list[set[tuple[str, int]]] = []
     for copy in copies:

@@ -1,7 +1,7 @@
-"""Ranks that see the same folder are a site: a disk that all share is one, disks of single hosts are as many.
+"""Sites: ranks that see the same folder. A disk that all ranks share makes one site, hosts' own disks one each.
 
-Every rank puts its file into the hidden folder of a save, still empty: whoever finds it there is of the same site. The
-lowest rank of a site, its head, does there what is done once in a folder.
+Every rank puts its file, still empty, into the hidden folder of a save: ranks that find it there are of the same site.
+The lowest rank of a site, its head, does what is to be done once in a folder.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from optim_dist._checkpoint.sending import Copy
 def seen_in(folder: Path, num_ranks: int) -> list[int]:
     """The ranks that have put their file into ``folder``, ascending.
 
-    To be called once all have: a network's file system may show what it has listed before.
+    Call it once all ranks have done so: a network file system may repeat an earlier listing.
     """
     names = {file.name for file in folder.iterdir()}
     return [rank for rank in range(num_ranks) if rank_file(rank) in names]
 
 
 def as_set(numbers: Iterable[int]) -> str:
-    """Numbers as the bits of one, in hexadecimal: what each rank says of each other should be short."""
+    """A set of numbers as the bits of one number, in hexadecimal: short, for each rank sends a set of ranks."""
     return hex(sum(1 << number for number in numbers))
 
 
 def in_sites(seen: Sequence[str]) -> list[list[int]]:
-    """Ranks by site, the one of rank 0 in front, from the set of ranks that each rank sees.
+    """The ranks of each site, the site of rank 0 first, from the set (``as_set``) of ranks that each rank sees.
 
     Raises:
         ValueError: if a rank sees another that does not see what it sees.
@@ -46,10 +46,10 @@ def in_sites(seen: Sequence[str]) -> list[list[int]]:
 
 
 def copies_of(sites: Sequence[Sequence[int]], num_copies: int) -> list[Copy]:
-    """Which file goes from which rank to which: the first one's to every site, each rank's to the sites behind its own.
+    """Which file goes from which rank to which: the common file to every site, each rank's to the sites after its own.
 
     Raises:
-        ValueError: if there are not as many sites.
+        ValueError: if there are fewer sites than ``num_copies``.
     """
     if num_copies > len(sites):
         raise ValueError(

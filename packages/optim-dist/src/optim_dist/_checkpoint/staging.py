@@ -1,7 +1,7 @@
 """Copies in host memory that belong to a save, so that training may go on while they are written.
 
-From a CUDA device into pinned memory, by copies that the current stream runs one behind another without the host
-waiting for each; ``finish`` waits for all. torch keeps pinned memory for the next save, so that pages are pinned once.
+Tensors on a CUDA device are copied into pinned memory, in the current stream, without the host waiting for each copy;
+``finish`` waits for all. torch keeps pinned memory for the next save, so that pages are pinned once.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from torch import Tensor
 
 from optim_dist._checkpoint.common import packed_readable, unpacked, without_tensors_of_model
 
-# a tensor in host memory
+# gives a tensor in host memory
 ToHost = Callable[[Tensor], Tensor]
 
 
 def on_host(part: Tensor) -> Tensor:
-    """A flat part on the CPU with a storage of its own, for ``torch.save`` writes all of the storage that a view is of.
+    """A flat part on the CPU with a storage of its own, because ``torch.save`` writes the whole storage of a view.
 
-    The memory is that of ``part`` if this is on the CPU.
+    It shares the memory of ``part`` if that is on the CPU.
     """
     found = part.cpu()
     if found.untyped_storage().nbytes() == found.nbytes:
         return found
-    # what is exchanged has a storage that begins and ends with the tensor; as bytes, for it does not know all dtypes
+    # DLPack gives a storage that begins and ends with the tensor; as bytes, since it does not know all dtypes
     return torch.from_dlpack(found.view(torch.uint8)).view(found.dtype)
 
 
 class Staging:
-    """Makes copies, and knows when they are there."""
+    """Starts copies, and waits for all of them."""
 
     def __init__(self) -> None:
         self._devices: set[torch.device] = set()
@@ -50,7 +50,7 @@ class Staging:
         Raises:
             TypeError: naming the entries that ``load`` could not read.
         """
-        # plain values and tensors in any containers: read back from what would be written, they are copies
+        # plain values and tensors in any containers are copied by reading back what would be written
         small: dict[str, Any] = unpacked(packed_readable(without_tensors_of_model(common)))
         others = small["model"]
         tensors = {name: self.copy(value) for name, value in common["model"].items() if name not in others}

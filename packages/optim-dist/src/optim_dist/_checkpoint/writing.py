@@ -1,12 +1,12 @@
-"""From what every rank has to say to a folder with a name: the half of a save that may run in the background.
+"""From every rank's contents to a folder with its final name: the half of a save that may run in the background.
 
-    1. each rank its file, still empty, into a hidden folder: those who find each other's there are one site
-    2. each rank its file, the first one ``common.pt``
-    3. sizes and digests to all; if there are several sites, the common file to each, and copies from one to another
-    4. the head of each site, its lowest rank, the manifest; then, once all sites have all of it, the name
+    1. each rank creates its file, still empty, in a hidden folder: ranks that find each other's files are one site
+    2. each rank writes its file, the first one ``common.pt``, too
+    3. sizes and digests go to all; if there are several sites, the common file to each, and copies from one to another
+    4. the head of each site, its lowest rank, writes the manifest and, once all sites are complete, renames the folder
     5. the heads remove old checkpoints, if any are to go
 
-Nothing here looks at the optimizer or the model, which may have gone on.
+Nothing here reads the optimizer or the model: training may have gone on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Contents:
-    """What one rank writes; ``common`` is the first one's alone."""
+    """What one rank writes; ``common`` is empty on all but the first."""
 
     rank: int
     world_size: int
@@ -55,13 +55,13 @@ class Contents:
 
 @dataclass(frozen=True)
 class Destination:
-    """Where it goes."""
+    """Where a checkpoint goes, and what becomes of older ones."""
 
     folder: Path
     nonce: str
     old: Choice | None = None  # None keeps all
     copies: int = 1  # of each rank's file, in as many sites
-    may_be_fewer: bool = False  # where there are fewer sites
+    may_be_fewer: bool = False  # whether fewer copies will do if there are fewer sites
 
     @property
     def temporary(self) -> Path:
@@ -69,7 +69,7 @@ class Destination:
 
     @property
     def failed(self) -> str:
-        """What is said of a save that failed."""
+        """What the error of a failed save begins with."""
         return f"checkpoint {self.folder} was not saved"
 
 
@@ -80,7 +80,7 @@ def write(contents: Contents, to: Destination, communicator: Communicator) -> No
         RuntimeError: on every rank, with what failed on any.
     """
     temporary, rank = to.temporary, contents.rank
-    is_first, is_head = rank == 0, True  # of its site, until it has seen that there are others
+    is_first, is_head = rank == 0, True  # of its site; assumed until it has seen others' files
     file, written = manifests.rank_file(rank), {}
     try:
         with raised_together(communicator, to.failed, rank):
@@ -107,7 +107,7 @@ def write(contents: Contents, to: Destination, communicator: Communicator) -> No
             raise RuntimeError(f"{to.failed}:\n  {error}") from error
         if is_first:
             _warn_of_few(to, len(sites))
-        # several sites meet over the wire, where those who are ready are patient
+        # several sites meet in the group on the CPU, whose long timeout suits ranks that wait for slower ones
         wire = on_cpu(communicator) if copies else communicator
         addresses = {found[0]: address for found, address in zip(gathered, communicator.ranks, strict=True)}
         courier = Courier(temporary, files, rank=rank, addresses=addresses, communicator=wire)
@@ -116,19 +116,19 @@ def write(contents: Contents, to: Destination, communicator: Communicator) -> No
             problems += courier.problems
             if is_head:
                 parameters = saved_parameters(contents.specs, contents.pieces, [state for _, _, state, *_ in every])
-                # the same bytes in every site, whatever is installed there
+                # rank 0's version of torch, so that all sites write the same bytes
                 Manifest(contents.world_size, contents.plan, files, parameters).write(temporary, every[0][-1])
                 manifests.write_durably(temporary / LATEST, lambda stream: stream.write(to.folder.name.encode()))
                 manifests.flush_folder(temporary)
                 if not copies:
                     _give_name(temporary, to.folder)
         if copies:
-            # once all of it is on the disks of all sites
+            # once everything is on the disks of all sites
             with raised_together(wire, to.failed, rank):
                 if is_head:
                     _give_name(temporary, to.folder)
     finally:
-        # by the rank that renames it, when all went well: another that gave up waiting would remove what gets its name
+        # by the rank that renames it alone: one that gave up waiting could remove what is about to get its name
         if is_head:
             shutil.rmtree(temporary, ignore_errors=True)
     if to.old is not None:
@@ -139,7 +139,7 @@ def write(contents: Contents, to: Destination, communicator: Communicator) -> No
 
 
 def _warn_of_few(to: Destination, num_sites: int) -> None:
-    """Say what cannot be read any more without one host."""
+    """Warn if there are fewer copies than asked for, or single ones on several hosts."""
     if num_sites < to.copies:
         _logger.warning(
             "%s: each rank's file is there in %d copies in place of %d, as ranks have no more folders of their own",
@@ -156,7 +156,7 @@ def _warn_of_few(to: Destination, num_sites: int) -> None:
 
 
 def _clean(to: Destination) -> None:
-    """Remove what killed saves to this path have left, and killed removals beside it.
+    """Remove what killed saves to this path, and killed removals in its directory, have left.
 
     Temporary folders of other paths may still be written.
     """
@@ -167,7 +167,7 @@ def _clean(to: Destination) -> None:
 
 
 def _give_name(temporary: Path, folder: Path) -> None:
-    """Give a whole checkpoint its name, and make it the latest, which needs no space on the disk any more."""
+    """Give a complete checkpoint its name, and make it the latest; this takes no more space on the disk."""
     temporary.rename(folder)
     (folder / LATEST).replace(folder.parent / LATEST)
     manifests.flush_folder(folder.parent)
