@@ -1,16 +1,16 @@
-"""A save that goes on in a thread while training does, and what becomes of its failure.
+"""A save that runs in a thread while training goes on, and what becomes of its failure.
 
-    groups    ranks of a save in the background meet in a group of their own, on the CPU, which all make at the first
-              one, for all optimizers of the same ranks: in the training's, collectives of two threads would come in
-              another order on each rank. Beside files as the place to meet it has two advantages: what fails on one
+    groups    saves in the background use a group of their own, on the CPU, which ranks make at the first such save, for
+              all optimizers of the same ranks: in the training's group, collectives of two threads would come in
+              another order on each rank. Compared with meeting through files it has two advantages: a failure of one
               rank, a full disk say, reaches the others at once, and a rank that dies does not keep them waiting.
-    one       at a time in a process: whoever saves or loads waits for the one before
-    failures  are logged, and raised by ``wait()`` and ``result()``, on every rank. What nobody has waited for is raised
-              by the next save, on every rank, so that no failure is silent
+    one       save at a time in a process: the next save or load waits for the one before
+    failures  are logged, and raised by ``wait()`` and ``result()``, on every rank. A failure that nobody has waited for
+              is raised by the next save, on every rank, so that none is silent
     exits     of the interpreter wait for the thread. A process that is killed leaves a hidden folder, and the
               checkpoint before it as it was
 
-Nobody waits for a rank that has died: its connections end with it. One that does not answer is given up in time.
+Nobody waits for a rank that has died: its connections end with it. A rank that does not answer is given up in time.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import torch
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.groups import new_group
 
-# between the fastest disk and the slowest; a rank that has died is noticed at once
+# how much later the slowest disk may be done than the fastest; a rank that has died is noticed at once
 PATIENCE = timedelta(minutes=30)
 
 _logger = logging.getLogger(__name__)
-_on_cpu: dict[tuple[int, ...], Communicator] = {}  # by global ranks, in ascending order
+_on_cpu: dict[tuple[int, ...], Communicator] = {}  # keyed by global ranks, in ascending order
 _last: Saving | None = None
 
 
@@ -74,7 +74,7 @@ class Saving:
         self._thread.join()
 
     def _unknown_failure(self) -> str:
-        """What failed, the first time that anybody asks; empty if nothing has, or somebody knows."""
+        """The text of the error, once; empty if there is none, or if somebody was told of it before."""
         self._finish()
         if self._error is None or self._is_known:
             return ""
@@ -84,13 +84,13 @@ class Saving:
     def _run(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except BaseException as error:  # also what ends a thread belongs to whoever waits
+        except BaseException as error:  # of any kind, SystemExit too: it is for whoever waits
             _logger.error("in the background: %s", error, exc_info=error)
             self._error = _without_frames(error)
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """The error apart from its frames, which hold all that was to be written."""
+    """The error without its tracebacks, whose frames hold everything that was to be written."""
     link: BaseException | None = error
     while link is not None:
         link.__traceback__ = None
@@ -99,25 +99,25 @@ def _without_frames(error: BaseException) -> BaseException:
 
 
 def start(path: Path, write: Callable[[], None]) -> Saving:
-    """Call ``write`` in a thread, which is the last one from now on; the one before is over."""
+    """Call ``write`` in a thread, and remember it as the last save; the save before it must be over."""
     global _last
     _last = Saving(path, write)
     return _last
 
 
 def settle() -> str:
-    """Wait for the last save in the background; its failure, if it had one of which nobody knows yet."""
+    """Wait for the last save in the background; return the text of a failure that nobody knows of yet, or ""."""
     return "" if _last is None else _last._unknown_failure()
 
 
 def wait_for_last() -> None:
-    """Wait for the last save in the background, whose failure remains to be told."""
+    """Wait for the last save in the background; a failure is still left to be reported."""
     if _last is not None:
         _last._finish()
 
 
 def on_cpu(communicator: Communicator) -> Communicator:
-    """The same ranks in a group of their own on the CPU; collective, the first time by making it."""
+    """The same ranks in a group of their own on the CPU; the first call makes the group, and is collective."""
     if communicator.world_size == 1 or communicator is _known(communicator):
         return communicator
     known = _known(communicator)
@@ -135,6 +135,6 @@ def has_lost_ranks(communicator: Communicator) -> bool:
 
 
 def _known(communicator: Communicator) -> Communicator | None:
-    """What ``on_cpu`` has made for the same ranks, unless it was in a process group that is gone."""
+    """What ``on_cpu`` has made for the same ranks, unless the default process group has changed since."""
     known = _on_cpu.get(tuple(sorted(communicator.ranks)))
     return known if known is not None and known.is_beside(communicator) else None

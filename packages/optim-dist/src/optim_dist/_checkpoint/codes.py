@@ -3,9 +3,9 @@
     exp_avg         uint8, one for each element
     exp_avg.scale   fp32, one for each block of elements
 
-Pieces begin between blocks, at any number of ranks, so that both are exchanged like anything else. For an optimizer
-that cuts the parameter elsewhere (without 8-bit states, or as DTensors) the rank that reads codes makes them numbers,
-as many at a time as are exchanged.
+Pieces begin between blocks, at any number of ranks, so that both are exchanged like any tensor. For an optimizer that
+cuts the parameter elsewhere (without 8-bit states, or as DTensors) the rank that reads codes dequantizes them, as many
+at a time as are exchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from optim_dist._checkpoint.manifest import SavedParameter, SavedState
 from optim_dist.plan import ParameterSpec
 from optim_utils.low_bit import LowBitFormat, LowBitTensor
 
-SCALE = ".scale"  # behind the key of the moment
+SCALE = ".scale"  # appended to the key of the moment
 
 
 class Flat(Protocol):
@@ -30,12 +30,12 @@ class Flat(Protocol):
     def __getitem__(self, part: slice, /) -> Tensor: ...
 
 
-Contents = Mapping[int, dict[str, dict[str, Any]]]  # by file, parameter and key: tensors, ``Flat`` behind with_numbers
+Contents = Mapping[int, dict[str, dict[str, Any]]]  # keyed by file, parameter, key: tensors; Flat after with_numbers
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers that flat codes stand for, made when they are read."""
+    """The numbers that flat codes stand for, dequantized when they are read."""
 
     codes: Tensor
     scale: Tensor
@@ -50,7 +50,7 @@ class Numbers:
 
 
 def in_files(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor, int, dict[str, int]]]:
-    """Key, tensor, elements of the parameter for each of its own, and of codes the format."""
+    """Yield key, tensor, how many elements of the parameter each of its elements is for, and the format of codes."""
     for key, value in state.items():
         if isinstance(value, LowBitTensor):
             yield key, value.codes, 1, value.fmt.to_ints()
@@ -60,7 +60,7 @@ def in_files(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor, int, dict[
 
 
 def joined(state: dict[str, Tensor], saved: SavedParameter) -> None:
-    """Make moments of codes and scales that have been read."""
+    """Replace codes and scales that have been read, in ``state``, by 8-bit moments."""
     for key, fmt in _coded(saved):
         codes = state[key]
         state[key] = LowBitTensor(codes, state.pop(key + SCALE), None, fmt, codes.shape)
@@ -69,7 +69,7 @@ def joined(state: dict[str, Tensor], saved: SavedParameter) -> None:
 def with_numbers(
     parameters: Sequence[SavedParameter], specs: Sequence[ParameterSpec], contents: Contents
 ) -> list[SavedParameter]:
-    """The saved parameters, and in ``contents`` their parts, with numbers where ``specs`` may cut through blocks."""
+    """Replace codes by numbers, in the result and in ``contents``, where ``specs`` may cut through blocks."""
     blocks = {spec.name: 1 if spec.sharding else spec.block for spec in specs}
     found = []
     for saved in parameters:

@@ -1,4 +1,4 @@
-"""What of an optimizer and a model goes into a checkpoint's files, and how it comes back."""
+"""Which parts of an optimizer and a model go into a checkpoint's files, and how they come back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXTRA_STATE = "_extra_state"  # torch's name for what a module's ``get_extra_sta
 
 
 def named_specs(optimizer: LiveOptimizer, model: nn.Module | None) -> list[ParameterSpec]:
-    """The plan's parameters with the model's names, and with the strides in files: those of rows, for DTensors."""
+    """The plan's parameters with the model's names, and the strides that files have: contiguous for DTensors."""
     names = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
     specs = [
         replace(

@@ -12,7 +12,7 @@ from optim_dist._reduction.collectives import Communicator
 def raised_together(communicator: Communicator, what: str, rank: int | None = None) -> Iterator[list[str]]:
     """Raise problems that any rank appends to the list, or its exception, as one ``RuntimeError`` on all ranks.
 
-    Collective at its end. Nothing collective belongs inside: a rank that has failed does not take part in it.
+    Collective at its end. Nothing collective belongs inside: a rank that has failed would not take part.
 
     Args:
         rank: this rank's number in messages, if not that of ``communicator``.

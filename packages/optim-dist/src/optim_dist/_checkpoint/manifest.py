@@ -1,11 +1,11 @@
 """What a checkpoint says about itself: a JSON file beside the tensors, and the checks that need nothing else.
 
-    manifest.json      versions, ranks, plan, every parameter's pieces, state keys and scalars, size and digest of every
-                       file, and its own
+    manifest.json      versions, ranks, plan, every parameter's pieces, state keys and scalars, size and digest of each
+                       file below, and its own digest
     rank-00000.pt ...  what each rank owned: values and state, flat, in memory order
     common.pt          groups, the rest of the model's state (buffers, frozen parameters), the caller's ``extra``
 
-A checkpoint without a manifest is not one: it is written last, before the folder gets its name.
+A folder without a manifest is no checkpoint: the manifest is written last, before the folder gets its name.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ class CheckpointError(RuntimeError):
         self.problems = list(problems)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.path, self.problems)  # an exception's own would call it with the text
+        return type(self), (self.path, self.problems)  # the inherited one would call the class with the text
 
 
 @dataclass(frozen=True)
 class SavedState:
     """One state tensor of a parameter: stored in the parameter's pieces, or whole at the first piece's rank.
 
-    ``block``: of scales, how many elements of the parameter have one. ``format``: of 8-bit codes, what they stand for.
+    ``block``: for scales, how many elements of the parameter share one. ``format``: for 8-bit codes, what they stand
+    for.
     """
 
     dtype: str
@@ -56,7 +57,7 @@ class SavedState:
     format: dict[str, int] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
-        """As JSON, and as it was before there were codes if it is none."""
+        """As JSON; a tensor that is neither codes nor scales as it was before there were any."""
         described = asdict(self)
         if self.block == 1:
             del described["block"]
@@ -121,7 +122,7 @@ def understood(folder: Path, content: bytes | bytearray) -> Manifest:
         if described["format"] not in (FORMAT, CODED_FORMAT):
             known = f"{FORMAT!r} and {CODED_FORMAT!r}"
             raise CheckpointError(folder, [f"its format is {described['format']!r}, this version reads {known}"])
-        # those of version 0.3 have none
+        # manifests of version 0.3 have no digest
         expected = described.pop(DIGEST, None)
         altered = expected is not None and expected != _digest(described)
         if altered or not set(described) <= {"format", "torch", *(each.name for each in fields(Manifest))}:
@@ -136,7 +137,7 @@ def understood(folder: Path, content: bytes | bytearray) -> Manifest:
 
 
 def _digest(described: dict[str, Any]) -> str:
-    """Of what the text says, whose numbers JSON reads back as they were."""
+    """The digest of the content; it survives writing and reading, since JSON reads numbers back as they were."""
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 
@@ -199,9 +200,9 @@ def _altered(name: str) -> str:
 
 
 def write_durably(file: Path, write: Callable[[IO[bytes]], object]) -> list[Any]:
-    """Make a file of what ``write`` puts into a stream, and flush it to the disk; its size and digest.
+    """Make a file of what ``write`` puts into a stream, and flush it to the disk; return its size and digest.
 
-    The stream writes one thing behind another, and cannot go back.
+    The stream only appends, and cannot seek.
     """
     with file.open("wb") as raw, DigestingStream(raw) as stream:
         write(cast(IO[bytes], stream))

@@ -2,7 +2,7 @@
 
     AdamW   step            the same on every rank, an int or a tensor
             exp_avg(_sq)    whole on every rank if the parameter is small, else ``shape[0] / W`` rows of it on each of W
-    Muon    a group of K parameters of one shape has its state with the first: chunks of C = ceil(K / W) matrices on
+    Muon    the state of a group of K parameters of one shape is under the first: chunks of C = ceil(K / W) matrices on
             each of W ranks, zeros behind the K-th
             momentum_buffer         (C, *shape)
             second_momentum_buffer  (C, r, 1) if r >= c else (C, 1, c)  for matrices r x c

@@ -140,7 +140,7 @@ def streams(
 
     Args:
         readers: which rank reads, or has, each saved rank's file.
-        pieces: gives a parameter's new pieces, by its name; none if nothing is to be exchanged.
+        pieces: a parameter's new pieces, by its name, if it is read.
         with_values: whether to include the parameters' values, beside their state.
     """
     found: dict[tuple[str, str], Stream] = {}
@@ -163,7 +163,7 @@ def streams(
 
 
 def in_batches(wanted: Iterable[Stream], room: int) -> Iterator[list[Stream]]:
-    """The same elements in batches, one after another, in each of which a rank has at most ``room`` bytes on a side."""
+    """The same elements in batches, in order, in each of which a rank has at most ``room`` bytes on either side."""
     batch: list[Stream] = []
     used: Counter[tuple[Side, int]] = Counter()
     for stream in wanted:

@@ -1,7 +1,7 @@
-"""Brings what arrives of a checkpoint to where it belongs; beside the state itself there is only what is on its way.
+"""Writes the parts of a checkpoint to where they belong; beside the state itself, only parts in flight take memory.
 
-as read   parameters and state that lie as their pieces do: written into, part by part
-rows      of DTensors: gathered until there is all of a tensor, then brought to where it lies, and let go
+as read   parameters and state that lie in memory as their pieces do: written into, part by part
+rows      of DTensors: collected until a tensor is complete, then redistributed to its layout, and freed
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class Restoring:
         self._cut = {spec.name for spec in specs if spec.sharding}
         self._shards = {specs[shard.index].name: shard for shard in optimizer.shards()}
         self._states: dict[str, dict[str, Any]] = {}
-        # flat, by name and key
+        # flat tensors to write parts into, keyed by name and key
         self._homes: dict[tuple[str, str], Tensor] = {}
         for name, shard in self._shards.items():
             self._prepare(name, shard)
 
     def _prepare(self, name: str, shard: Shard) -> None:
-        """Make room for what is to arrive, but for rows."""
+        """Provide the memory for parts that will arrive, except rows."""
         entry, is_cut = self._saved[name], name in self._cut
         if not is_cut and is_dense(shard.value):
             self._homes[name, VALUE] = in_memory_order(shard.value)
-        # what the checkpoint lacks, and what has another format, is made by the next step, of what is here then
+        # state that the checkpoint lacks, or has in another format, is made by the next step, from what is here then
         if not entry.state and not entry.scalars:
             return
         state = self._states[name] = {}
@@ -69,13 +69,13 @@ class Restoring:
             home[start : start + part.numel()].copy_(part)
 
     def _gathered(self, name: str, part: Tensor) -> Tensor:
-        """Memory for all of this rank's piece of what cannot be written part by part."""
+        """Memory for this rank's whole piece of a tensor that parts cannot be written into directly."""
         rank = self._optimizer.communicator.rank
         pieces = pieces_of(self._optimizer, self._shards[name].index)
         return part.new_empty(sum(piece.stop - piece.start for piece in pieces if piece.rank == rank))
 
     def end_batch(self, batch: Iterable[Stream]) -> None:
-        """Bring what is complete with ``batch`` to its place; collective if there are DTensors."""
+        """Bring tensors that ``batch`` has completed to their places; collective if there are DTensors."""
         rows: list[Part] = []
         for stream in batch:
             for name in (extent.name for extent in stream.extents if extent.is_last):
@@ -111,10 +111,10 @@ class Restoring:
             shard, entry = self._shards[name], self._saved[name]
             for key, description in entry.state.items():
                 if name in self._cut and not description.in_pieces:
-                    # all ranks keep it, and the one of the first rows has got it
+                    # all ranks keep this state, but only the rank of the first rows has received it
                     optimizer.communicator.broadcast_(state[key], pieces_of(optimizer, shard.index)[0].rank)
                 elif name not in self._cut and description.in_pieces and isinstance(shard.parameter, DTensor):
-                    # one rank cuts nothing, but its DTensors' state lies as they do
+                    # a single rank cuts nothing, but the state of its DTensors consists of DTensors, too
                     state[key] = as_parameter_lies(state[key], shard.parameter)
             joined(state, entry)
             for key, value in entry.scalars.items():

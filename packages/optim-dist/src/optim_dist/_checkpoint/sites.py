@@ -31,7 +31,7 @@ def in_sites(seen: Sequence[str]) -> list[list[int]]:
     """The ranks of each site, the site of rank 0 first, from the set (``as_set``) of ranks that each rank sees.
 
     Raises:
-        ValueError: if a rank sees another that does not see what it sees.
+        ValueError: if a rank sees another rank that does not see the same set.
     """
     sites: dict[str, list[int]] = {}
     for rank, its in enumerate(seen):

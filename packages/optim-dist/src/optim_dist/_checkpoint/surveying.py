@@ -1,11 +1,11 @@
 """What ranks have of a checkpoint together, and which of them reads which file.
 
-    1. ranks that lack the manifest get it; all say which names they see, and each file is given to one that sees it
-    2. who was given a file looks at its size; of one that is not whole the others say whether theirs is
-    3. digests, likewise: of one that is not as it was written another copy is read
+    1. ranks that lack the manifest get it; all say which file names they see; each file is given to a rank that sees it
+    2. that rank checks the file's size; if the file is not whole, the other ranks check theirs
+    3. digests likewise: if a file is not as it was written, another copy is read
 
-A checkpoint does not say where its files are: they may be moved, and copied to where they are missing. W ranks that
-share a disk ask it for W names at a time, but about each file once, for that is what costs a disk of many hosts most.
+A checkpoint does not say where its files are: they may be moved, and copied to where they are missing. Ranks that share
+a disk each list the folder, but only one asks about each file, because that is what costs a disk of many hosts most.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Survey:
 
     Attributes:
         manifest: None if there is none, or ranks have different ones.
-        problems: what it lacks.
+        problems: what the checkpoint lacks.
         readers: of every saved rank's file, which rank reads it; -1 if nobody can.
         common_readers: which ranks read the common file, the lowest of which sends it to the others.
     """
@@ -51,16 +51,16 @@ class Survey:
     common_readers: Sequence[int] = ()
 
     def read_by(self, rank: int) -> list[str]:
-        """The names of what a rank reads."""
+        """The names of the files that ``rank`` reads."""
         names = [rank_file(number) for number, reader in enumerate(self.readers) if reader == rank]
         return [*names, COMMON] if rank in self.common_readers else names
 
     def common_file(self, folder: Path, communicator: Communicator) -> io.BytesIO | None:
-        """The common file as another rank has sent it, if any rank lacks it; collective.
+        """The common file as another rank has sent it, if any rank lacks it, else None; collective.
 
         Raises:
-            OSError: on the rank that was to read it, once the others have what they wait for.
-            CheckpointError: on a rank where it has arrived with a wrong digest, as then.
+            OSError: on the rank that was to read it, after it has sent zeros, since the others wait.
+            CheckpointError: on a rank where it arrives with a wrong digest, as these zeros do.
         """
         if self.manifest is None or len(self.common_readers) in (0, communicator.world_size):
             return None
@@ -80,10 +80,10 @@ class Survey:
     def without_damaged(
         self, folder: Path, faults: Mapping[str, list[str]], communicator: Communicator
     ) -> tuple[Survey, list[str]]:
-        """The same with another copy in place of each that is not as it was written; collective.
+        """The survey with another copy in place of each damaged file; collective.
 
         Args:
-            faults: what is wrong with what this rank was to read, by name.
+            faults: what is wrong with the files that this rank was to read, keyed by name.
 
         Returns:
             The survey, and what is wrong with files of which no copy is good.
@@ -95,7 +95,7 @@ class Survey:
         for name, its in faults.items():
             _logger.warning("%s is not used: %s", folder / name, "; ".join(its))
         good = {COMMON: [rank for rank in self.common_readers if COMMON not in every[rank]]}
-        # of what lacks a file nothing is loaded, whatever else there is
+        # if the checkpoint lacks a file, nothing is loaded, so other copies do not matter
         names = [] if self.problems else [name for name in damaged if name != COMMON]
         others = self._other_copies(folder, names, communicator)
         found = communicator.gather_json(
@@ -116,7 +116,7 @@ class Survey:
         return replace(self, readers=readers, common_readers=good[COMMON]), list(dict.fromkeys(problems))
 
     def _other_copies(self, folder: Path, names: Sequence[str], communicator: Communicator) -> dict[str, list[int]]:
-        """Which ranks look at which damaged files: on each host one at each copy that was not read yet; collective."""
+        """Ranks that check other copies of damaged files: per host, one for each copy not read yet; collective."""
         assert self.manifest is not None, "without one nothing is read"
         mine = {}
         for name in names:
@@ -138,7 +138,7 @@ def survey(folder: Path, communicator: Communicator) -> Survey:
     """Look for a checkpoint in every rank's ``folder``; collective. Ranks without the manifest get it from another.
 
     Raises:
-        CheckpointError: on every rank, if any could not look: what a disk does not show may be there all the same.
+        CheckpointError: on every rank, if any could not look: a file that a disk does not show may still be there.
     """
     num_ranks = communicator.world_size
     mine = View()
@@ -154,7 +154,7 @@ def survey(folder: Path, communicator: Communicator) -> Survey:
         return Survey(None, list(dict.fromkeys(problem for its in found for problem in its)) or [manifests.ABSENT])
     if len({identities[rank] for rank in having}) > 1:
         return Survey(None, [f"ranks read different checkpoints: {', '.join(folders)}; let one rank choose for all"])
-    # that of another host takes the place of one that is damaged
+    # another rank's manifest takes the place of a damaged one
     if mine.problems:
         _logger.warning("%s is not used: %s", folder / MANIFEST, "; ".join(mine.problems))
     content, manifest = bytearray(mine.content), mine.manifest
@@ -174,18 +174,18 @@ def survey(folder: Path, communicator: Communicator) -> Survey:
     if missing := [name for name, ranks in holders.items() if not ranks]:
         problems.append(f"{', '.join(missing)}: not whole on any rank; {_looked(list(zip(hosts, folders)))}")
     common_readers = holders.pop(COMMON)
-    # what nobody has is left to those who will say what is wrong with it
+    # files that nobody has are left to ranks that will say what is wrong with them
     return Survey(manifest, problems, shared_out(list(holders.values()), num_ranks), common_readers or range(num_ranks))
 
 
 def _holders(
     folder: Path, manifest: Manifest, names: Sequence[str], communicator: Communicator
 ) -> dict[str, list[int]]:
-    """By file the ranks that have it whole, as far as its size says, from the ``names`` that each sees; collective."""
+    """For each file the ranks that have it whole, by its size, out of those that see its name; collective."""
     rank = communicator.rank
     files, seen = _files(manifest), [int(each, 16) for each in names]
     holders = {name: [other for other, its in enumerate(seen) if its >> bit & 1] for bit, name in enumerate(files)}
-    # all who have the common file read it
+    # all ranks that have the common file read it
     readers = [*shared_out([holders[name] for name in files[:-1]], len(seen)), rank]
     given = [name for name, reader in zip(files, readers) if reader == rank and rank in holders[name]]
     short = _by_all(folder, communicator, lambda: [name for name in given if not _identity(folder, name, manifest)])
@@ -201,8 +201,9 @@ class View:
     """What one rank sees of the manifest in its folder.
 
     Attributes:
-        content, manifest, identity: of its file; empty, and None, if there is none that can be understood.
-        problems: what is wrong with it.
+        content, manifest, identity: the file's bytes, what they say, and their digest; empty, None and None if there is
+        no manifest, or it cannot be understood.
+        problems: what is wrong with the manifest.
     """
 
     content: bytes = b""
@@ -213,17 +214,17 @@ class View:
 
 def _view_of(folder: Path) -> View:
     try:
-        # not by is_file(), which is False in Python 3.14 for what cannot be looked at
+        # not by is_file(), which in Python 3.14 is False for a file that cannot be accessed
         content = (folder / MANIFEST).read_bytes()
         return View(content, manifests.understood(folder, content), hashlib.sha256(content).hexdigest())
     except (FileNotFoundError, NotADirectoryError):
-        return View()  # what is not here may be somewhere else
+        return View()  # another rank may have it
     except CheckpointError as error:
         return View(problems=error.problems)
 
 
 def _present(folder: Path, manifest: Manifest) -> str:
-    """The set of files, by their places in ``_files``, of which there is one of the name, as ``as_set`` has it."""
+    """The files whose names the folder has, by their places in ``_files``, in the form of ``as_set``."""
     present: set[str] = set()
     with suppress(FileNotFoundError, NotADirectoryError):
         present.update(os.listdir(folder))
@@ -235,13 +236,13 @@ def _files(manifest: Manifest) -> list[str]:
 
 
 def _identity(folder: Path, name: str, manifest: Manifest) -> str | None:
-    """Of a file, the same for all ranks of a host that see it; None if it is not here, or not of the right size."""
+    """A file's identity, equal for all ranks of a host that see it; None if it is missing or of the wrong size."""
     try:
         found = (folder / name).stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
     is_whole = stat.S_ISREG(found.st_mode) and found.st_size == manifest.files.get(name, [-1])[0]
-    # hosts number what is on their own disks alike
+    # with the host, since hosts may number devices and files on their own disks alike
     return f"{platform.node()} {found.st_dev} {found.st_ino} {found.st_mtime_ns}" if is_whole else None
 
 
@@ -264,9 +265,9 @@ def _by_all(folder: Path, communicator: Communicator, look: Callable[[], Found])
 
 
 def shared_out(holders: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
-    """Who reads each file: of the ranks that have it the one with the fewest so far, the lowest of those.
+    """The rank that reads each file: of those that have it, the one with the fewest so far, the lowest of these.
 
-    What nobody has is left to one that will say what is wrong with it.
+    A file that nobody has is left to a rank that will say what is wrong with it.
     """
     readers: list[int] = []
     num_read = [0] * num_ranks

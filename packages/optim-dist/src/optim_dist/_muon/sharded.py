@@ -50,7 +50,7 @@ class Matrix:
 
     @property
     def whole(self) -> Whole:
-        """As its owner sees it."""
+        """The matrix as its owner sees it."""
         return Whole(self.view, self.dtype)
 
 

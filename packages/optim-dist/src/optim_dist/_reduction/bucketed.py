@@ -226,7 +226,7 @@ class BucketedParameters:
         return {divided: self._factors[divided] for divided in sorted({bucket.divided for bucket in self.buckets})}
 
     def reduced_gradients(self, divided: bool) -> list[Tensor]:
-        """The sums of this rank's chunks of the buckets whose gradients were (or were not) divided by W before."""
+        """The reduced chunks of this rank, one per bucket, of buckets whose sums are (or are not) divided by W."""
         return [self._finish(bucket) for bucket in self.buckets if bucket.divided is divided]
 
     def overflow(self) -> Tensor:

@@ -39,7 +39,7 @@ class ParameterBucket:
     members: Sequence[Member]
     gathering: Waitable | None = None
     gathered: torch.cuda.Event | None = None  # after the wait in the stream that waited, for other streams
-    divided: bool = False  # gradients were divided by W before they were added, so that sums fit the dtype
+    divided: bool = False  # the sums are already divided by W, so that they fit fp16
     attached: int = -1  # address of the reduced chunk that shards' gradients are views of
     deferred: bool = False  # step() left its gather in flight, and nobody has waited for all gathers since
     waits_at_step: bool = False  # one of its parameters is used where no hook sees it
