@@ -1,4 +1,4 @@
-"""What has to be the same on every rank: options, plans, hyperparameters, steps, and the bits of parameters."""
+"""Checks of what has to be the same on every rank: options, plans, hyperparameters, steps, bits of parameters."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SYNC_CHECK = "sync_params='check': "
 
 
 def raise_if_refused(refused: Exception | None, what: str, communicator: Communicator) -> None:
-    """Raise ``refused``; without one, what another rank refuses. Collective."""
+    """Raise ``refused`` or, if it is None, an error for what other ranks refuse. Collective."""
     problems = communicator.gather_json(None if refused is None else f"{type(refused).__name__}: {refused}")
     raise_refusals(refused, what, dict(zip(communicator.ranks, problems)))
 
 
 def raise_refusals(refused: Exception | None, what: str, problems: Mapping[int, Any]) -> None:
-    """Raise ``refused``; without one, an error with the ``problems`` of others, by rank, if there are any."""
+    """Raise ``refused`` or, if it is None, an error with the ``problems`` of other ranks (keyed by rank), if any."""
     if refused is not None:
         raise refused
     for rank, text in problems.items():
@@ -40,9 +40,9 @@ def raise_refusals(refused: Exception | None, what: str, problems: Mapping[int, 
 
 
 def describe_groups(groups: Sequence[dict[str, Any]], found: Sequence[Entry]) -> dict[str, str]:
-    """The hyperparameters of the groups in which ``found`` are, and what multiplies them, as text.
+    """The hyperparameters of the groups that ``found`` belong to, and the multipliers of ``found``, as text.
 
-    What is no plain value is left out.
+    Values that are not plain are left out.
     """
     described = {
         f"{key} of group {index}": str(value.tolist() if isinstance(value, Tensor) else value)
@@ -56,14 +56,14 @@ def describe_groups(groups: Sequence[dict[str, Any]], found: Sequence[Entry]) ->
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether the text of a hyperparameter says what it is, on every rank alike."""
+    """Whether the text of a hyperparameter tells its value, and is the same on every rank."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, Tensor | int | float | str | torch.dtype)
 
 
 def check_plan(plan: Plan, hyperparameters: Mapping[str, str], communicator: Communicator) -> None:
-    """Fail on every rank if ranks do not have the same plan and groups, naming the first that differ."""
+    """Fail on every rank if ranks do not have the same plan and groups, naming the first difference."""
     ranks = communicator.ranks
     hashes, groups = zip(*communicator.gather_json([plan.hash, dict(hyperparameters)]))
     if len(set(hashes)) == 1:
@@ -91,7 +91,7 @@ def compare_options(described: Mapping[str, str], communicator: Communicator) ->
 
 
 def check_options(described: Mapping[int, Mapping[str, str]]) -> None:
-    """Refuse options that are not the same on all ranks, of which these are the texts, naming the first."""
+    """Refuse options that differ between ranks, naming the first; ``described`` has their texts, keyed by rank."""
     (number, first), *others = described.items()
     for rank, theirs in others:
         for name in {**first, **theirs}:
@@ -118,7 +118,7 @@ def check_replicas(buckets: Sequence[ParameterBucket], communicator: Communicato
 
 
 def check_equal(named: Iterable[tuple[str, Tensor]], communicator: Communicator, context: str) -> None:
-    """Refuse tensors whose bits differ between ranks, by name."""
+    """Refuse tensors whose bits differ between ranks, naming them."""
     ranks, digests = communicator.ranks, [[name, digest(tensor)] for name, tensor in named]
     gathered = communicator.gather_json(digests)
     different = [
@@ -132,7 +132,10 @@ def check_equal(named: Iterable[tuple[str, Tensor]], communicator: Communicator,
 
 
 def check_step(found: Sequence[Sequence[float]], ranks: Sequence[int]) -> None:
-    """Refuse ranks that are in another optimizer's step, in another of its steps, or have given up other batches."""
+    """Refuse ranks that are in different optimizers' steps, in different steps, or have given up different batches.
+
+    ``found`` has for each rank the numbers of its optimizer, of its step, and of batches that it has given up.
+    """
     number, step, given_up = found[0]
     for rank, (its_number, its_step, its_given_up) in zip(ranks, found, strict=True):
         if its_number == number and its_given_up != given_up:

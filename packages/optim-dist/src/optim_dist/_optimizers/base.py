@@ -3,15 +3,15 @@
     1. agree     which parameters have a gradient on any rank: one small message
     2. reduce    every bucket not yet reduced during backward, in plan order
     3. norm      only when clipping: local sums of powers, one small message, a factor on the device
-    4. update    the own chunk of each bucket as its reduction arrives, by ``optim_kernels.functional``
-    5. gather    the chunk returns to all ranks, in place, while the next bucket is updated and, where modules can
-                 wait for it, while the next forward pass runs
+    4. update    this rank's chunk of each bucket once its reduction is complete, by ``optim_kernels.functional``
+    5. gather    all-gather the chunks in place while the next bucket is updated and, where modules can wait for
+                 it, while the next forward pass runs
 
-DTensors, and with one rank all parameters, are in no bucket: they are updated where they lie, so that with one rank
-results and state equal the single-device optimizer's bit for bit.
+DTensors, and with one rank all parameters (unless ``order="tree"``), are in no bucket: they are updated where they lie,
+so that with one rank results and state equal the single-device optimizer's bit for bit.
 
-How parameters come into the plan is said in ``planned``, what is kept of them in ``stateful``. What an update is
-belongs to a ``Route``, where parameters lie to ``_reduction.bucketed`` and ``sharded``; this module never looks inside.
+``planned`` puts parameters into the plan, ``stateful`` keeps their state, a ``Route`` defines the update, and
+``_reduction.bucketed`` and ``sharded`` know where parameters lie; this module never looks inside them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _not_compiled(method: Method) -> Method:
-    """Out of sight of ``torch.compile``, which would make graphs of the host's work, some for every parameter."""
+    """Hide ``method`` from ``torch.compile``, which would trace the host's work, some of it once per parameter."""
     hidden: Method = torch.compiler.disable(method)
     return hidden
 
@@ -60,11 +60,11 @@ class DistOptimizer(StatefulOptimizer):
     """
 
     grad_norm: Tensor | None
-    _factor: Tensor | None  # of clipping, for the next step
+    _factor: Tensor | None  # clip factor for the next step
     _scaled_groups: ScaledGroups
-    _kept: KeptItems | None  # of buckets
-    _caches: dict[tuple[RouteName, object], dict[Any, Any]]  # of routes, for what they update together
-    _workspace: Workspace | None  # of Newton-Schulz
+    _kept: KeptItems | None  # items of the buckets
+    _caches: dict[tuple[RouteName, object], dict[Any, Any]]  # a route's own, one for all that it updates together
+    _workspace: Workspace | None  # for Newton-Schulz
 
     def _connect(self) -> None:
         self._caches = {}
@@ -95,7 +95,7 @@ class DistOptimizer(StatefulOptimizer):
         self._forget_states()
 
     def _forget_states(self) -> None:
-        """Let go of what was kept of states, for their memory not to be taken beside that of others until a step."""
+        """Drop references to old states now, so that their memory is not held beside new ones until the next step."""
         self._kept = None
         for (route, _), cache in self._caches.items():
             self._routes[route].forget(cache)
@@ -103,11 +103,11 @@ class DistOptimizer(StatefulOptimizer):
     @_not_compiled
     @out_of_inference_mode
     def step(self, closure: Callable[[], Any] | None = None, *, clip_factor: Tensor | None = None) -> Any:
-        """Reduce what is not reduced yet, update, and return the parameters to all ranks.
+        """Reduce gradients that are not reduced yet, update, and all-gather the parameters.
 
         Args:
             closure: evaluates the loss again, with gradients enabled; its result is returned.
-            clip_factor: a 0-dim tensor that gradients are multiplied by, beside the factor of ``clip_grad_norm_``.
+            clip_factor: a 0-dim tensor that multiplies gradients, in addition to the factor of ``clip_grad_norm_``.
         """
         step_checks.check_factor(clip_factor)
         loss = None
@@ -142,7 +142,7 @@ class DistOptimizer(StatefulOptimizer):
             step_checks.compare_gradients(self._entries, self._communicator)
         with self.begun_together("the reduction of gradients"):
             if self._bucketed.reduce(len(self.plan.parameters)) or self._resident.were_dropped:
-                self._factor = None  # of gradients that were dropped since
+                self._factor = None  # its gradients have been dropped since
 
     def _has_gradient(self, index: int) -> bool:
         """Whether a parameter of the plan has a gradient on this rank, or had one before it was reduced."""
@@ -150,7 +150,7 @@ class DistOptimizer(StatefulOptimizer):
         return is_reduced or self._entries[index].parameter.grad is not None
 
     def _check_reduced(self) -> None:
-        """Refuse, before anything has moved, what a step cannot go on with once it is known which gradients exist."""
+        """Refuse what makes a step impossible, once it is known which gradients exist and before anything changes."""
         counts = self._bucketed.counts
         step_checks.check_missing(self.param_groups, self.plan.parameters, self._entries, counts, self._has_gradient)
         self._follow_storage()
@@ -159,7 +159,7 @@ class DistOptimizer(StatefulOptimizer):
     # 3: norm, and the scalars of the step
 
     def _take_norm(self) -> None:
-        """Phase 3, as the options want it."""
+        """Phase 3, if the options ask for it: clip to ``max_norm``, or take a norm for ``skip_nonfinite``."""
         if self._options.max_norm is not None:
             norm = self._norm(2.0).float()
             self.clip_with(factor_of_norm(norm, self._options.max_norm), norm)
@@ -198,8 +198,8 @@ class DistOptimizer(StatefulOptimizer):
     def clip_with(self, factor: Tensor, norm: Tensor) -> None:
         self.grad_norm = norm
         if not (self._bucketed.buckets or self._resident.has_gradients):
-            return  # those to come are not what was looked at
-        # of several the smallest, as gradients that are clipped again and again have it
+            return  # no gradients exist; this norm says nothing of those to come
+        # the smallest of several factors: what clipping the gradients in place several times amounts to
         self._factor = factor if self._factor is None else torch.minimum(self._factor, factor)
         self._resident.note_clipped()
 
@@ -207,23 +207,24 @@ class DistOptimizer(StatefulOptimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """True: ``GradScaler`` leaves unscaling to ``step()``, which reads grad_scale and found_inf on the device.
 
-        It asks before it looks for infinities, and writes every gradient back where it was while it looks: over the
-        sums of reductions that backward has launched, unless they are done by then, or begin behind it.
+        The scaler reads this property before it looks for infinities. While it looks it writes every gradient back in
+        place. Reductions that backward has launched must therefore be finished before, or begin after it; else the
+        scaler would overwrite their sums.
         """
         self._bucketed.finish_launched()
         return True
 
     def _context(self, clip_factor: Tensor | None) -> StepContext:
-        """The step's scalars, from clipping, averaging, the caller and a ``GradScaler``."""
+        """The step's scalars from clipping, the caller and a ``GradScaler``, without the factor that averages."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         if found_inf is not None:
-            # a scaler that has seen no gradient of ours on this rank gives the number 0
+            # the number 0, not a tensor, if the scaler has seen no gradient of ours on this rank
             found_inf = torch.as_tensor(found_inf, dtype=torch.float32, device=self._communicator.device).reshape(1)
             if self._bucketed.buckets:
-                # the scaler saw gradients before they were added, or while they were
+                # the scaler saw gradients before they were summed over ranks, or meanwhile: the sums may overflow
                 found_inf = torch.maximum(found_inf, self._bucketed.overflow().to(found_inf.device))
-            # what overflowed on one rank is in the sum of all
+            # an overflow on one rank is in the sums of all ranks
             scale = torch.zeros_like(found_inf) if grad_scale is None else grad_scale.to(found_inf).reshape(1)
             found = self._communicator.gather_numbers(torch.cat([found_inf, scale]))
             found_inf = found[:, 0].amax()
@@ -262,8 +263,8 @@ class DistOptimizer(StatefulOptimizer):
             context, self.param_groups, self._item, lambda route, items: self._apply(route, items, context, route)
         )
         self._bucketed.finish_step()
-        # for autograd, which then refuses to differentiate through values that are gone: what was written to are views
-        # with versions of their own
+        # autograd must refuse to differentiate through the old values, but the update wrote to views that have version
+        # counters of their own
         reduced = self._bucketed.present if self._bucketed.counts is not None else repeat(0.0)
         parameters = [entry.parameter for entry in self._entries]
         torch.autograd.graph.increment_version(
@@ -276,7 +277,7 @@ class DistOptimizer(StatefulOptimizer):
             self._routes[route].update(items, context, self._caches.setdefault((route, key), {}))
 
     def _kept_items(self) -> KeptItems:
-        """The items of buckets, those of the step before if nothing has changed that they are made of."""
+        """The buckets' items: those of the previous step, unless something that they are made of has changed."""
         groups, multipliers, kept = self.param_groups, self._scaled_groups.multipliers, self._kept
         if kept is None or not kept.are_for(groups, multipliers, self.state, self._with_all_keys):
             kept = self._kept = KeptItems(self._bucketed.shards_of, groups, multipliers, self.state, self._item)
@@ -293,8 +294,8 @@ class DistOptimizer(StatefulOptimizer):
 
     @_not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, those already reduced for a step that did not happen included."""
-        if not self._failure:  # else nobody else takes part
+        """Drop all gradients, including those already reduced for a step that was not made."""
+        if not self._failure:  # after a failure the other ranks do not take part
             self._bucketed.drop()
         super().zero_grad(set_to_none)
         self._restart()
@@ -306,9 +307,9 @@ class DistOptimizer(StatefulOptimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate; once used, passes outside it reduce, or are reduced, while they run.
+        """Backward passes inside only accumulate; after its first use, those outside reduce while they run.
 
-        The first time a collective: every rank begins with it in the same step. Refused with ``gradients="streamed"``.
+        The first use is a collective: every rank makes it in the same step. Refused with ``gradients="streamed"``.
         """
         with self._bucketed.no_sync():
             yield
@@ -334,6 +335,6 @@ class DistOptimizer(StatefulOptimizer):
 
 
 def _product(*factors: Tensor | None) -> Tensor | None:
-    """The product of those that are given, on the device of the first; None if none is."""
+    """The product of the factors that are not None, on the device of the first; None if there are none."""
     given = [factor for factor in factors if factor is not None]
     return reduce(lambda product, factor: product * factor.to(product), given) if given else None

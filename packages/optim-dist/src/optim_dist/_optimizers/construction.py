@@ -1,4 +1,4 @@
-"""From what the user passes to what the plan needs: names, order, layouts, and what cannot be distributed."""
+"""Turn what the user passes into what the plan needs: names, order, layouts; refuse what cannot be distributed."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from optim_utils.param_groups import MatrixView
 
 
 def without_duplicates(params: Iterable[Any] | Mapping[str, Any]) -> list[Any]:
-    """``params`` as a list in which a tied parameter stands once in a group; torch warns about a second time.
+    """``params`` as a list in which each group has a tied parameter once; torch warns if one is listed twice.
 
     Raises:
-        TypeError: for a model, or a parameter that is in no list.
+        TypeError: for a model, or a single parameter without a list.
     """
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         raise TypeError(
@@ -42,7 +42,7 @@ def without_duplicates(params: Iterable[Any] | Mapping[str, Any]) -> list[Any]:
 
 
 def device_of(given: Any) -> torch.device | None:
-    """The device of the first of the parameters, in lists, pairs with names or groups, or in a model."""
+    """The device of the first parameter in a list, pairs with names, groups or a model; None if there is none."""
     if isinstance(given, Tensor):
         return given.device
     if isinstance(given, nn.Module):
@@ -73,11 +73,11 @@ def find_entries(
 
 
 def in_forward_order(found: Sequence[Entry], order: Sequence[str | Tensor] | None) -> list[Entry]:
-    """``found`` as ``order`` lists them, by names or as parameters; as they are without one.
+    """``found`` in the order in which ``order`` lists names or parameters; unchanged if it is None.
 
     Raises:
-        TypeError: for what is neither.
-        ValueError: naming those that ``order`` leaves out; what it has beside them is not asked for.
+        TypeError: if ``order`` lists anything else.
+        ValueError: naming entries that ``order`` leaves out. It may list others, which are ignored.
     """
     if order is None:
         return list(found)
@@ -95,7 +95,7 @@ def in_forward_order(found: Sequence[Entry], order: Sequence[str | Tensor] | Non
 
 
 def names_of(groups: Sequence[dict[str, Any]], model: nn.Module | None) -> dict[int, str]:
-    """A name for the ``id`` of each parameter: the model's, the one that it was given with, or its place."""
+    """A name for each parameter, keyed by its ``id``: the model's, else the one it was given with, else its place."""
     found = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
     for index, group in enumerate(groups):
         names = group.get("param_names")
@@ -111,7 +111,7 @@ def name_in_group(group: Mapping[str, Any], place: int) -> str:
 
 
 def specify(found: Sequence[Entry], blocks: Sequence[int]) -> list[ParameterSpec]:
-    """What the plan knows of each entry; ``blocks`` are the elements of each that may not be cut."""
+    """The plan's description of each entry; ``blocks`` says how many elements of each must stay together."""
     return [
         ParameterSpec(
             entry.name,
@@ -135,9 +135,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def layout_of(parameter: DTensor) -> Layout:
-    """Who holds which elements; raises ``RedistError`` for placements that say no such thing.
+    """Which rank holds which elements; raises ``RedistError`` if the placements do not say so.
 
-    Where FSDP has cut what was cut before, torch's strided placement stands for the order of the two cuts.
+    Where FSDP has cut a dimension that was cut before, torch's strided placement encodes the order of the two cuts.
     """
     is_strided = any(type(placement).__name__ == "_StridedShard" for placement in parameter.placements)
     return Layout.from_dtensor(parameter, strided="ordered" if is_strided else "replay")
@@ -152,7 +152,7 @@ def joint_layout(parameter: DTensor, meshes: Sequence[Sequence[int]]) -> Layout:
 
 
 def _sharding(parameter: Tensor) -> str:
-    """How a DTensor of several ranks lies; empty for a parameter that goes into a bucket or stays on one rank."""
+    """The layout of a DTensor of several ranks, as text; empty if a parameter is in a bucket or on one rank."""
     if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
         return ""
     return f"{' '.join(map(str, parameter.placements))} over {'x'.join(map(str, parameter.device_mesh.shape))} ranks"
@@ -171,8 +171,8 @@ def check_model(model: nn.Module | None) -> None:
 def check_parameters(found: Sequence[Entry], communicator: Communicator, options: Options) -> list[list[list[int]]]:
     """Refuse what cannot be distributed: all findings of all ranks in one error on every rank.
 
-    Returns for every entry the ranks of each of its meshes: none for a plain parameter, several where FSDP has cut it
-    over one dimension of a grid and tensor parallelism left it whole along the other.
+    Returns for every entry the ranks of each of its meshes: no mesh for a plain parameter; several meshes where FSDP
+    has cut it along one dimension of a grid of ranks and tensor parallelism has left it whole along the other.
     """
     mine = [e.parameter.device_mesh.mesh.flatten().tolist() if isinstance(e.parameter, DTensor) else [] for e in found]
     gathered = communicator.gather_json([_findings(found, communicator, options), mine])
@@ -239,7 +239,7 @@ def _device_fault(
 ) -> str:
     """Why a plain parameter cannot be where it is; empty if it can.
 
-    ``types`` are those of devices for which each process group has collectives, if it has several ranks.
+    ``types`` lists, for each process group of several ranks, the types of devices for which it has collectives.
     """
     home, device = communicator.device, parameter.device
     if parameter.is_meta:
@@ -253,7 +253,7 @@ def _device_fault(
         return ""
     if options.transport == "symm":
         return f"where others are on {home}; transport='symm' is for parameters on one device a rank"
-    # a bucket would take it along to its own
+    # its bucket would move it to the bucket's device
     if device.type == home.type:
         return f"where others are on {home}; move them to one device, or give each its own optimizer"
     return ""
@@ -270,7 +270,11 @@ def _placement_findings(name: str, parameter: DTensor) -> list[str]:
 
 
 def _mesh_findings(found: Sequence[Entry], by_entry: Sequence[list[list[int]]], ranks: Sequence[int]) -> list[str]:
-    """A parameter's meshes have to cover the ranks. Several are replicas of each other, as only a grid makes them."""
+    """What is wrong with meshes: those of a parameter have to cover the optimizer's ranks.
+
+    Several meshes of one parameter count as replicas of each other, which only a grid of ranks makes: there another
+    parameter has a single mesh of all ranks.
+    """
     is_grid = any(len(meshes) == 1 and sorted(meshes[0]) == sorted(ranks) for meshes in by_entry)
     findings = []
     for entry, meshes in zip(found, by_entry):

@@ -1,4 +1,4 @@
-"""Gradient norms in two halves: powers summed by each rank over its own part, combined on every rank alike.
+"""Gradient norms in two halves: each rank sums powers over its own part, and every rank combines the sums alike.
 
     p = 2     sqrt(sum_r sum_i g_i^2)            sums in fp64 (``optim_kernels.clip.sum_of_squares``)
     p = inf   max_r max_i |g_i|
@@ -6,8 +6,8 @@
 
 The W sums travel in one small message and are added in rank order, so that every rank has the same bits.
 
-``is_exact`` leaves no trace of how many ranks there are either. With the largest |g_i| below 2^e, each square in units
-of 4^e is cut into two integers of 30 bits, whose sums, of up to 2^33 elements, no order changes:
+With ``is_exact`` the result does not depend on the number of ranks either. The largest |g_i| is below 2^e. Each square,
+in units of 4^e, is cut into two integers of 30 bits; their int64 sums over up to 2^33 elements are exact in any order:
 
     4^-e g_i^2 = 2^-30 a_i + 2^-60 b_i + less than 2^-60,        norm = 2^e sqrt(2^-30 sum a_i + 2^-60 sum b_i)
 """
@@ -25,12 +25,12 @@ from optim_kernels.clip import sum_of_squares
 
 _ELEMENTS_AT_ONCE = 2**22
 
-# gradients of this rank, and what they are multiplied by before the update; None is one
+# gradients of this rank, and the factor that multiplies them before the update; None stands for 1
 Part = tuple[Sequence[Tensor], Tensor | None]
 
 
 def check_norm_type(norm_type: float, is_exact: bool) -> None:
-    """Refuse norms that ``is_exact`` has no sums for, before any rank has begun with one."""
+    """Refuse norms for which ``is_exact`` has no exact sums, before any rank has begun to take one."""
     if is_exact and norm_type not in (2, 0, math.inf):
         raise ValueError(f"with order='tree' norm_type must be 2, inf or 0, whose sums are exact, got {norm_type}")
 
@@ -80,7 +80,7 @@ def _exact_norm(gradients: Sequence[Tensor], communicator: Communicator) -> Tens
 
 
 def _power_sum(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """This rank's half: 0-dim, fp64, on ``device``."""
+    """This rank's sum of powers, or its maximum: 0-dim, fp64, on ``device``."""
     gradients = [gradient for gradient in gradients if gradient.numel()]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -93,7 +93,7 @@ def _power_sum(gradients: Sequence[Tensor], norm_type: float, device: torch.devi
 
 
 def _combine_powers(powers: Tensor, norm_type: float) -> Tensor:
-    """The norm from every rank's half ``[W]``: 0-dim, fp64."""
+    """The norm from the ``_power_sum`` of every rank ``[W]``: 0-dim, fp64."""
     if math.isinf(norm_type):
         return powers.amax()
     total = powers[0]

@@ -25,8 +25,9 @@ ORDERS = ("rank", "tree")
 SYNC = ("broadcast", "check")
 GRADIENTS = ("resident", "streamed")
 TRANSPORTS = ("backend", "symm")
-STREAMED_BUCKET_MB = 64  # a few buckets are all there is of gradients: smaller ones than steps alone would choose
-# That NCCL finds beside Newton-Schulz: as good as 24 for it on two H100s, and .4 to 2 % of Newton-Schulz itself.
+# Gradients exist for only a few buckets at a time; smaller buckets than the default save memory.
+STREAMED_BUCKET_MB = 64
+# Newton-Schulz leaves these to NCCL. On two H100s 16 serve NCCL as well as 24, and cost Newton-Schulz .4 to 2 %.
 SPARE_MULTIPROCESSORS = 16
 
 
@@ -61,45 +62,47 @@ class Options:
     """``CommonOptions`` with their defaults.
 
     Args:
-        model: names parameters and orders buckets by its backward pass; its modules wait for what they use, so that
-            gathers run into the next forward pass. What reads or writes parameters otherwise calls ``wait()`` first.
-        mesh: a ``DeviceMesh``, in place of ``process_group``: the ranks that share the work. Of two dimensions
-            (replicate, shard) the second is reduced over first and gathered over last: the one of the faster links.
-            DTensors have meshes of their own, which cover the same ranks.
+        model: names parameters and orders buckets by its backward pass. Its modules wait for the parameters they use,
+            so that gathers overlap with the next forward pass. Code that reads or writes parameters otherwise calls
+            ``wait()`` first.
+        mesh: a ``DeviceMesh`` of the ranks that share the work, in place of ``process_group``. With two dimensions
+            (replicate, shard) gradients are reduced over the second first and parameters gathered over it last: let it
+            be the one with the faster links. DTensors have meshes of their own, which cover the same ranks.
         process_group: the ranks that share the work; the default group if neither this nor ``mesh`` is given.
         gradients: ``"resident"``: a bucket's gradients stay until the step. ``"streamed"``: gradients live only until
-            their bucket is full, and every backward pass reduces, so that a rank keeps the sums of its own part alone:
+            their bucket is full, and every backward pass reduces, so that a rank keeps only the sums of its own part:
             in fp32, or ``grad_dtype``, if several passes make a step. Needs ``accumulation_steps``, and leaves no
-            ``.grad``. Without effect on DTensors, and on one rank.
+            ``.grad``. No effect on DTensors and, unless ``order="tree"``, on one rank.
         grad_dtype: dtype in which gradients are kept, added up and sent; the parameter's if None. fp32 beside 16-bit
             parameters lets micro-batches add up in fp32, for 2 bytes an element more in memory and, unless
-            ``reduce_dtype`` says otherwise, on the wire. Needs torch 2.10. Not of DTensors.
+            ``reduce_dtype`` says otherwise, on the wire. Needs torch 2.10. Refused for DTensors.
         reducer: ``"rs"`` or ``"exact"``, see ``optim_dist.reducers``.
-        order: in which ``exact`` adds up. ``"rank"``: every rank its micro-batches as they come, then rank by rank.
-            ``"tree"``: all micro-batches of a step in one binary tree, in fp32, where that of pass j on rank r is
-            number j W + r. Then a step has the same bits on 1, 2, 4, 8, ... ranks that see the same micro-batches in
-            that numbering, the norm and one rank included. Needs ``reducer="exact"``, ``gradients="streamed"`` and
-            powers of two of ranks and passes; takes log2 of the passes more sums of the rank's part. Not of DTensors.
+        order: the order in which ``exact`` adds up. ``"rank"``: each rank adds its own micro-batches as they come; then
+            the ranks' sums are added in rank order. ``"tree"``: all micro-batches of a step are added in one binary
+            tree, in fp32; that of pass j on rank r is number j W + r. A step and its norm then have the same bits on 1,
+            2, 4, 8, ... ranks that see the same micro-batches in that numbering. Needs ``reducer="exact"``,
+            ``gradients="streamed"``, and powers of two of ranks and passes; keeps log2 of the passes more sums of the
+            rank's part. Refused for DTensors.
         reduce_dtype: dtype of gradients on the wire; their own if None.
         reduced_dtype: ``exact`` only: dtype of the sums; the gradients' own if None.
         average: divide the sum over ranks by their number.
         accumulation_steps: every k-th backward pass reduces while it runs. None: reductions start at ``step()``.
         overlap: False keeps every collective inside ``step()``.
-        bucket_mb: 2^20 bytes of a bucket, roughly; None chooses.
-        ns_workspace_mb: 2^20 bytes that Newton-Schulz may take at a time on a rank, at least one parameter's: matrices
-            are stepped in parts that fit, and all buckets use one memory. None: every bucket has memory of its own for
-            all its matrices, some 6 bytes an element in 16-bit dtypes.
-        max_norm: clip by the global norm inside ``step()``, beside what ``clip_grad_norm_`` did before.
+        bucket_mb: approximate size of a bucket, in 2^20 bytes; None chooses.
+        ns_workspace_mb: 2^20 bytes that Newton-Schulz may take at a time on a rank (one parameter may take more):
+            matrices are stepped in parts that fit, and all buckets share this memory. None: every bucket has memory of
+            its own for all its matrices, some 6 bytes an element in 16-bit dtypes.
+        max_norm: clip by the global norm inside ``step()``, in addition to an earlier ``clip_grad_norm_``.
         skip_nonfinite: leave everything untouched if the global norm is inf or NaN.
         sync_params: what construction does with parameters: ``"broadcast"`` the first rank's, or ``"check"`` that they
             are equal.
         deterministic: Muon's kernels choose tiles by the shape of each matrix alone, not by how many of them an owner
             has: with ``reducer="exact"`` the same gradients give the same bits on any number of ranks. On a CPU, and
             with ``impl="torch"`` in the group, they do so anyway. Costs speed where owners have many small matrices.
-        transport: how buckets travel: ``"backend"`` by the process group's collectives, ``"symm"`` by copies between
-            GPUs of one host that see each other's memory (torch's symmetric memory), without multiprocessors; but
-            ``gradients="streamed"`` go by the process group. Sums are those of ``reducer="exact"`` then, whatever it
-            is. For one device a rank, on CUDA; without effect on DTensors, and on one rank.
+        transport: how buckets travel. ``"backend"``: by the process group's collectives. ``"symm"``: by copies between
+            GPUs of one host that see each other's memory (torch's symmetric memory), which take no multiprocessors;
+            streamed gradients still go by the process group. With ``"symm"`` the reducer is always ``"exact"``. For one
+            CUDA device a rank; no effect on DTensors, and on one rank.
         timeout: seconds that a collective may take; the process group's own limit if None.
         debug: compare hyperparameters, clipping and which DTensors have gradients over ranks before every update, and
             parameters after it.
@@ -159,7 +162,7 @@ class Options:
 
     @classmethod
     def of(cls, optimizer: object, given: Mapping[str, Any]) -> Options:
-        """The options given to an optimizer, which is named where it has none of that name."""
+        """``Options`` from an optimizer's keyword arguments; the error for an unknown one names the optimizer."""
         known = [field.name for field in fields(cls)]
         for name in given:
             if name not in known:
@@ -170,7 +173,7 @@ class Options:
         return cls(**given)
 
     def _check_values(self) -> None:
-        """Refuse values of another kind, such as ``"no"``, which counts as true."""
+        """Refuse values of the wrong type, such as ``"no"``, which counts as true."""
         check_grad_dtype(self.grad_dtype)
         for name, kind in {"model": torch.nn.Module, "mesh": DeviceMesh}.items():
             value = getattr(self, name)
@@ -192,7 +195,7 @@ class Options:
         check_positive("max_norm", self.max_norm)
         check_positive("bucket_mb", self.bucket_mb, finite=True)
         check_positive("timeout", self.timeout, finite=True)
-        workspace_for(self.ns_workspace_mb)  # refuses what it cannot be
+        workspace_for(self.ns_workspace_mb)  # refuses invalid values
 
     def _check_tree(self) -> None:
         if self.reducer != "exact" or not self.is_streamed:
@@ -212,7 +215,7 @@ class Options:
             )
 
     def check_ranks(self, world_size: int) -> None:
-        """Refuse numbers of ranks that the options are not for."""
+        """Refuse a number of ranks that the options do not allow."""
         if self.is_tree and not is_power_of_two(world_size):
             raise ValueError(
                 f"order='tree' adds up in pairs, which {world_size} ranks do not fall into: use a power of two, or "
@@ -220,7 +223,7 @@ class Options:
             )
 
     def muon_planner(self, world_size: int, workspace: Workspace | None) -> MuonPlanner:
-        """What steps matrices of one rank of ``world_size``, beside collectives that are in flight meanwhile."""
+        """A planner for one rank's matrices that leaves multiprocessors to collectives in flight meanwhile."""
         spare = SPARE_MULTIPROCESSORS if self.overlap and world_size > 1 else 0
         tiles: Tiles = "shape" if self.deterministic or self.is_tree else "auto"
         return MuonPlanner(tiles, spare=spare, workspace=workspace)
@@ -235,11 +238,11 @@ class Options:
 
     @property
     def planned_bucket_mb(self) -> float | None:
-        """The size of buckets that plans are asked for."""
+        """The ``bucket_mb`` that plans are made with."""
         return STREAMED_BUCKET_MB if self.is_streamed and self.bucket_mb is None else self.bucket_mb
 
     def dtype_of_sums(self, plan: BucketPlan) -> torch.dtype:
-        """In which a rank keeps the sum of its chunk of a bucket where gradients are streamed."""
+        """The dtype in which a rank keeps the sum of its chunk of a bucket, if gradients are streamed."""
         if self.is_tree:
             return torch.promote_types(plan.grad_dtype, torch.float32)
         if self.accumulation_steps != 1:
@@ -248,12 +251,13 @@ class Options:
 
     @property
     def groups(self) -> list[dist.ProcessGroup | None]:
-        """Those that connect the ranks that share the work, see ``groups_of``."""
+        """The process groups that connect the ranks that share the work; see ``groups_of``."""
         return groups_of(self.mesh, self.process_group)
 
     def communicator(self, device: torch.device, beside: Communicator | None = None) -> Communicator:
         """The ranks that share the work; see ``Communicator`` for the arguments."""
-        # what runs under backward is set apart, and may wait for ranks that are late by all of that
+        # Reductions under backward get a communicator beside the first one. They may wait for ranks that are late by a
+        # whole backward pass, which copies between peers must not.
         kind = PeerCommunicator if self.transport == "symm" and beside is None else Communicator
         first, *others = self.groups
         if self.mesh is None or not others:
@@ -266,21 +270,21 @@ class Options:
         return GridCommunicator(self.mesh, device, self.timeout, beside)
 
     def described(self) -> dict[str, str]:
-        """What has to be the same on every rank, as text; of ``model`` that one was given."""
+        """What has to be the same on every rank, as text; of ``model`` only whether one was given."""
         shown = {field.name: getattr(self, field.name) for field in fields(self)}
         del shown["mesh"], shown["process_group"]
         shown["model"] = None if self.model is None else "a module"
         return {name: str(value) for name, value in shown.items()}
 
     def without_process(self) -> Options:
-        """Without what belongs to this process and cannot be pickled."""
+        """A copy without what belongs to this process and cannot be pickled."""
         return replace(self, model=None, mesh=None, process_group=None)
 
 
 def groups_of(mesh: object, process_group: Any) -> list[dist.ProcessGroup | None]:
-    """The groups of this rank, one along each dimension of a mesh that has several ranks; None: the default one.
+    """This rank's process groups: one along each mesh dimension of several ranks, or the given one; None: the default.
 
-    What is no mesh, and no group, is left out, as if it had not been given: options refuse it.
+    Arguments of a wrong type are ignored here, as ``Options`` refuses them.
     """
     if not isinstance(mesh, DeviceMesh):
         return [process_group if _is_group(process_group) else None]
@@ -288,7 +292,7 @@ def groups_of(mesh: object, process_group: Any) -> list[dist.ProcessGroup | None
 
 
 def _is_group(given: object) -> bool:
-    """Or what ``new_group`` gives to ranks that it leaves out, who are told so when they connect."""
+    """Whether it is a group, or what ``new_group`` gives to ranks outside of it: ``Communicator`` refuses those."""
     return isinstance(given, dist.ProcessGroup) or given == dist.GroupMember.NON_GROUP_MEMBER
 
 

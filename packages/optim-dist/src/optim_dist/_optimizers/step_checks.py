@@ -1,4 +1,4 @@
-"""What a step refuses before other ranks begin it with this one, and what debug mode compares over ranks."""
+"""Checks before ranks begin a step together, and comparisons over ranks in debug mode."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from optim_dist.plan import ParameterSpec
 
 
 def check_factor(clip_factor: object) -> None:
-    """Refuse what gradients cannot be multiplied with, before any rank has begun the step."""
+    """Refuse a ``clip_factor`` that gradients cannot be multiplied by, before any rank has begun the step."""
     if clip_factor is None:
         return
     if not isinstance(clip_factor, Tensor):
@@ -30,7 +30,7 @@ def check_factor(clip_factor: object) -> None:
 
 
 def check_listed(groups: Sequence[dict[str, Any]], planned: Sequence[Sequence[Tensor]]) -> None:
-    """Refuse groups that list other parameters than when the plan was made, which would stay as they are."""
+    """Refuse groups that list other parameters than when the plan was made: new ones would never be updated."""
     listed = [group["params"] for group in groups]
     if len(listed) == len(planned) and all(map(are_same, listed, planned)):
         return
@@ -55,7 +55,7 @@ def check_left_out(left_out: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def check_no_gradients(names: Mapping[int, str], groups: Iterable[dict[str, Any]]) -> None:
-    """Refuse gradients, which belong to the plan under which they arrived; ``names`` are by ``id``."""
+    """Refuse gradients: they belong to the plan under which they arrived. ``names`` is keyed by ``id``."""
     found = [names[id(parameter)] for group in groups for parameter in group["params"] if parameter.grad is not None]
     if found:
         listed = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
@@ -69,28 +69,28 @@ def check_missing(
     counts: Tensor | None,
     has_gradient: Callable[[int], bool],
 ) -> None:
-    """Refuse what groups with ``missing_grad="raise"`` lack: on all ranks, and before anything has moved.
+    """Raise, on all ranks and before anything changes, if a group with ``missing_grad="raise"`` lacks a gradient.
 
     Reads a counter on the host, which waits for the device, but only if this rank itself has no gradient.
 
     Args:
         counts: for each of ``entries``, on how many ranks it has a gradient.
-        has_gradient: whether one has it on this rank.
+        has_gradient: whether the entry of an index has a gradient on this rank.
     """
     if all(group.get("missing_grad") != "raise" for group in groups):
         return
     for index, (spec, entry) in enumerate(zip(specs, entries)):
-        # an option of Muon's, which groups of AdamW may keep like any other that they do not know
+        # missing_grad is an option of Muon; an AdamW group may have it, as any unknown option, without effect
         wants_one = spec.route == "muon" and groups[entry.group].get("missing_grad") == "raise"
         if not wants_one or not entry.parameter.requires_grad or has_gradient(index):
             continue
-        # others have none of a DTensor either
+        # if this rank has no gradient of a DTensor, no rank has
         if spec.sharding or counts is None or not counts[index].item():
             raise RuntimeError(f"{entry.name} has no gradient on any rank; pass missing_grad='skip' or 'zero'")
 
 
 def check_scaler(optimizer: Optimizer, is_told: bool) -> None:
-    """Refuse a ``GradScaler`` that has divided gradients which backward, told which pass is the last, had taken."""
+    """Refuse a ``GradScaler`` that has unscaled ``.grad`` after backward had already reduced or taken gradients."""
     is_unscaled = getattr(optimizer, "found_inf", None) is not None and getattr(optimizer, "grad_scale", None) is None
     if is_unscaled and is_told:
         raise RuntimeError(
@@ -100,7 +100,7 @@ def check_scaler(optimizer: Optimizer, is_told: bool) -> None:
 
 
 def check_scales(scales: Sequence[float], ranks: Sequence[int]) -> None:
-    """Refuse ranks whose ``GradScaler`` have different scales, 0 for gradients that were unscaled before the sum."""
+    """Refuse ``GradScaler`` scales that differ between ranks; 0 if gradients were unscaled before the sum."""
     for rank, scale in zip(ranks, scales):
         if scale != scales[0]:
             raise RuntimeError(
@@ -114,7 +114,7 @@ def check_scales(scales: Sequence[float], ranks: Sequence[int]) -> None:
 def compare_scalars(
     groups: Sequence[dict[str, Any]], entries: Sequence[Entry], factor: Tensor | None, communicator: Communicator
 ) -> None:
-    """Refuse ranks with another clipping, or other hyperparameters than when the groups were given."""
+    """Refuse clip factors or current hyperparameters that differ between ranks. Collective."""
     described = describe_groups(groups, entries)
     if factor is not None:
         described["the factor of clip_grad_norm_"] = str(factor.item())
@@ -122,7 +122,7 @@ def compare_scalars(
 
 
 def compare_gradients(entries: Iterable[Entry], communicator: Communicator) -> None:
-    """Refuse DTensors that have a gradient on some ranks alone, of which each would step its part, or its replica."""
+    """Refuse DTensors with a gradient on only some ranks: these alone would step their part, or their replica."""
     cut = [entry for entry in entries if isinstance(entry.parameter, DTensor)]
     found = communicator.gather_json([entry.parameter.grad is not None for entry in cut])
     first = communicator.ranks[0]
