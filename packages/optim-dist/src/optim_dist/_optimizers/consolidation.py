@@ -1,8 +1,8 @@
-"""The whole state on one rank, for loops and frameworks that save ``state_dict()`` there alone.
+"""The whole state on one rank, for loops and frameworks that save the ``state_dict()`` of that rank alone.
 
-As with torch's ``ZeroRedundancyOptimizer`` all ranks call ``consolidate_state_dict``, after which ``state_dict()`` of
-one of them is whole without asking the others. Unlike torch's it is never that of an earlier step, and it says that it
-is whole, so that ``load_state_dict`` takes it over at any number of ranks.
+As with torch's ``ZeroRedundancyOptimizer`` all ranks call ``consolidate_state_dict``; then ``state_dict()`` of one rank
+returns the whole state without asking the others. Unlike torch's, that state is never one of an earlier step, and it is
+marked as whole, so that ``load_state_dict`` takes it over at any number of ranks.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Consolidated:
     outdated_by: str = ""
 
     def outdate(self, how: str) -> None:
-        """Let go of a state that has changed since."""
+        """Drop the gathered state: the call ``how`` has changed the optimizer's state since."""
         self.state, self.outdated_by = None, self.outdated_by or how
 
     def current(self) -> dict[int, dict[str, Tensor]] | None:
         """The whole state on the rank that has it.
 
         Raises:
-            RuntimeError: on every rank, so that none saves its part for the whole.
+            RuntimeError: if the state has changed since; on every rank, so that none saves its part as the whole.
         """
         if self.outdated_by:
             raise RuntimeError(
@@ -50,7 +50,7 @@ class Consolidated:
 def consolidate(
     optimizer: LiveOptimizer, shards: Sequence[Shard], communicator: Communicator, to: int | None
 ) -> Consolidated | None:
-    """Gather the state of all ranks on the rank ``to`` of the process group; collective. None: leave it where it is."""
+    """Gather the state of all ranks on rank ``to`` of the process group, or nowhere if that is None. Collective."""
     communicator.check_ranks()
     compare_options({"to of consolidate_state_dict": str(to)}, communicator)
     if to is None:

@@ -1,4 +1,4 @@
-"""A trained parameter, as everything between the groups of an optimizer and its plan knows it."""
+"""A trained parameter, as it is known between the groups of an optimizer and its plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fp32 masters of this rank follow what others write to their parameters between steps (``FollowedWrites``)."""
+"""Let this rank's fp32 masters follow what others write to their parameters between steps (``FollowedWrites``)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class FollowedMasters:
         self._writes = FollowedWrites()
 
     def follow(self, optimizer: LiveOptimizer, kept: KeptItems | None = None) -> None:
-        """Bring masters up to date of parameters that others have written to since the last step.
+        """Update the masters of parameters that others have written to since the last step.
 
-        ``kept``: what is known of them already, if all are in buckets.
+        ``kept``: the buckets' items, which know the shards with masters, if all parameters are in buckets.
         """
         shards = _with_masters(optimizer, kept)
         if shards:
@@ -25,12 +25,12 @@ class FollowedMasters:
             self._writes.follow([shard.parameter for shard in shards], [shard.value for shard in shards], masters)
 
     def note(self, optimizer: LiveOptimizer, kept: KeptItems | None = None) -> None:
-        """Masters fit their parameters: what is written to these from now on is followed."""
+        """Record that masters match their parameters: what is written to these from now on is followed."""
         self._writes.note([shard.parameter for shard in _with_masters(optimizer, kept)])
 
 
 def _with_masters(optimizer: LiveOptimizer, kept: KeptItems | None) -> list[Shard]:
-    """What this rank updates by way of an fp32 master."""
+    """This rank's shards with an fp32 master, where writes to their parameters can be noticed."""
     if all(group.get("master_weights") != "fp32" for group in optimizer.param_groups):
         return []
     if kept is not None:

@@ -1,7 +1,7 @@
-"""The dtype in which autograd keeps and adds up a parameter's gradients: ``Tensor.grad_dtype``, while it is ours.
+"""The dtype in which autograd keeps and adds up gradients: ``Tensor.grad_dtype``, while an optimizer has set it.
 
-With it autograd casts what arrives and adds it in place, so that micro-batches of 16-bit parameters add up in fp32. It
-belongs to the parameter, not to its bucket: one rank, which has no buckets, adds up alike.
+Autograd casts arriving gradients to it and adds them in place, so that micro-batches of 16-bit parameters add up in
+fp32. It belongs to the parameter, not to its bucket: one rank, which has no buckets, adds up the same way.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# torch 2.10 has it
+# since torch 2.10
 IS_SUPPORTED = hasattr(Tensor, "grad_dtype")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_grad_dtype(dtype: object) -> None:
-    """Refuse what gradients cannot be, or cannot be here."""
+    """Refuse dtypes that gradients cannot have, or cannot have with this version of torch."""
     if dtype is None:
         return
     if dtype not in DTYPES:
@@ -30,7 +30,7 @@ def check_grad_dtype(dtype: object) -> None:
 
 
 class GradientDtypes:
-    """Which parameters have gradients in ``dtype`` because of one optimizer, and what they had before."""
+    """The parameters whose ``grad_dtype`` one optimizer has set to ``dtype``, and what it was before."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
@@ -38,11 +38,11 @@ class GradientDtypes:
 
     @property
     def differ(self) -> bool:
-        """Whether there is a parameter whose gradients have another dtype than it has."""
+        """Whether ``set`` has changed the ``grad_dtype`` of any parameter."""
         return bool(self._before)
 
     def set(self, parameters: Iterable[Tensor]) -> None:
-        """Give these parameters' gradients the dtype, those included that there are."""
+        """Set the parameters' ``grad_dtype``, and convert the gradients that they have."""
         if self._dtype is None:
             return
         for parameter in parameters:
@@ -52,7 +52,7 @@ class GradientDtypes:
                 _convert(parameter, self._dtype)
 
     def put_back(self) -> None:
-        """Undo ``set``, where nobody else has chosen since."""
+        """Undo ``set``, except where somebody else has changed ``grad_dtype`` since."""
         for parameter, before in self._before:
             if grad_dtype(parameter) == self._dtype:
                 _convert(parameter, before)
@@ -60,13 +60,13 @@ class GradientDtypes:
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype | None:
-    """In which dtype autograd keeps a parameter's gradients; None: as they come."""
+    """The dtype in which autograd keeps a parameter's gradients; None: that in which they arrive."""
     found: torch.dtype | None = getattr(parameter, "grad_dtype", parameter.dtype)
     return found
 
 
 def _convert(parameter: Tensor, dtype: torch.dtype | None) -> None:
-    # torch takes no dtype that a gradient does not have
+    # torch refuses a grad_dtype that differs from the dtype of an existing gradient
     gradient, parameter.grad = parameter.grad, None
     setattr(parameter, "grad_dtype", dtype)  # noqa: B010  torch 2.9 does not know the name
     if gradient is not None:

@@ -1,4 +1,4 @@
-"""Calls under ``torch.inference_mode()``: after an evaluation, say, or where a framework saves behind one."""
+"""Calls under ``torch.inference_mode()``: after an evaluation, say, or where a framework saves after one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Result = TypeVar("Result")
 
 
 def out_of_inference_mode(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """``function``, under ``no_grad`` in place of ``inference_mode``.
+    """``function``, but run under ``no_grad`` in place of ``inference_mode``.
 
-    What it makes and keeps (buckets, states) is written to later, which torch refuses for tensors that were made there.
+    It makes tensors that are written to later (buckets, states); torch refuses that for tensors of inference mode.
     """
 
     @wraps(function)

@@ -1,20 +1,20 @@
-"""The items of buckets from step to step: a step is nearly always made of what the one before was made of.
+"""The items of buckets, kept from step to step: nearly every step has the same items as the one before.
 
-The rule, for whoever keeps something of a list of items: **the same list object holds the same items, over the same
-tensors, at the same places.** A list is dropped, and another made, as soon as one of these has changed:
+Code that caches something for a list of items may rely on this rule: **the same list object holds the same items, over
+the same tensors, at the same addresses.** A list is replaced by another as soon as one of these has changed:
 
-    plan          by ``rebuild_plan()``, which drops all lists; who adds a group has other groups
-    groups        the objects in ``param_groups``; not what is in them, which is the routes' to read in every step
+    plan          ``rebuild_plan()`` drops all lists; an added group counts as a change of groups
+    groups        the objects in ``param_groups``, not their contents, which routes read in every step
     multipliers   which parameters have which
-    state         of which parameters, the dicts, the tensors in them, and where and as what these lie in memory;
-                  whether they have all that their options want
+    state         which parameters have one, its dicts, the tensors in these, and their memory and layout;
+                  whether states have all keys that their options require
     gradients     the views of a bucket's reduced chunk
 
-All of that is looked at in every step, by identity where that is enough, in a few passes without Python for each
-parameter. Nobody has to say that he has changed something. Only of former states one does not wait for the next step to
-let go: ``load_state_dict`` and ``rebuild_plan()`` drop at once all that was made of them, for their memory.
+Every step checks all of these, by identity where that is enough, in a few passes without Python code for each
+parameter, so that no code has to announce a change. Only old states are dropped before the next step, to free their
+memory: ``load_state_dict`` and ``rebuild_plan()`` drop at once everything that was made of them.
 
-Parameters in no bucket have new items in every step, of which nothing is kept (``StepContext.are_kept``).
+Parameters in no bucket have new items in every step, for which nothing is kept (``StepContext.are_kept``).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ State = Mapping[Tensor, dict[str, Any]]
 
 
 class KeptItems:
-    """The items of one plan's buckets, made of groups, multipliers and states as they were then.
+    """The items of one plan's buckets, made of groups, multipliers and states as they are at construction.
 
     Args:
-        multipliers: an object that is another once some have changed.
+        multipliers: an object that is replaced by another when multipliers change.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class KeptItems:
         self._groups, self._multipliers = list(groups), multipliers
         items = [item for own in self._items.values() for item in own]
         self._completed = frozenset(id(item.shard.parameter) for item in items)
-        # behind the items, which make states that there were not
+        # after the items, as making them creates missing states
         self._keys, self._states = list(state), list(state.values())
         self._contents = KnownStates(item.state for item in items)
         self._first_gradients: dict[ParameterBucket, Tensor | None] = {}
@@ -62,7 +62,7 @@ class KeptItems:
         """Whether items made now would be the same.
 
         Args:
-            completed: by id the parameters whose states have all that their options want.
+            completed: ``id`` of parameters whose states have all keys that their options require.
         """
         return (
             multipliers is self._multipliers
@@ -75,12 +75,12 @@ class KeptItems:
 
     @cached_property
     def with_masters(self) -> list[Shard]:
-        """The shards that are updated by way of an fp32 master, and may have been written to since."""
+        """The shards with an fp32 master, where writes to their parameters can be noticed."""
         found = [item.shard for own in self._items.values() for item in own if "master" in item.state]
         return [shard for shard in found if can_be_followed(shard.parameter)]
 
     def of(self, bucket: ParameterBucket) -> list[Item]:
-        """The items of a bucket: the same list as before if its gradients are the same, which come and go together."""
+        """A bucket's items: the same list as before if its gradients, which all change together, are the same."""
         items = self._items[bucket]
         if items and items[0].shard.gradient is not self._first_gradients.get(bucket):
             self._first_gradients[bucket] = items[0].shard.gradient

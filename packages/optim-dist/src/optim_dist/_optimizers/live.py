@@ -1,4 +1,4 @@
-"""What other modules may ask of an optimizer without knowing how it steps, and which optimizers there are."""
+"""The interface of an optimizer for modules that need not know how it steps, and a list of live optimizers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import Plan
 from optim_redist import Layout
 
-# in order of construction, so that every rank goes through them alike
+# in order of construction, so that every rank goes through them in the same order
 _live: dict[int, weakref.ref[LiveOptimizer]] = {}
 
 
@@ -25,7 +25,7 @@ class LiveOptimizer(Optimizer):
 
     plan: Plan
     _closed = False
-    _failure = ""  # of this rank, in what all had begun together
+    _failure = ""  # what has failed on this rank after all ranks had begun it together
 
     @property
     def entries(self) -> list[Entry]:
@@ -34,7 +34,7 @@ class LiveOptimizer(Optimizer):
 
     @property
     def layouts(self) -> dict[int, Layout]:
-        """How each DTensor of several ranks lies, by its number in the plan."""
+        """The layout of each DTensor of several ranks, keyed by its index in the plan."""
         raise NotImplementedError
 
     @property
@@ -51,23 +51,23 @@ class LiveOptimizer(Optimizer):
         raise NotImplementedError
 
     def completed_state(self, shard: Shard) -> dict[str, Any]:
-        """A shard's state with all that its options want, made where it is missing."""
+        """A shard's state with all keys that its options require; missing ones are made."""
         raise NotImplementedError
 
     def kept_state(self, shard: Shard) -> dict[str, Any]:
-        """A shard's state as steps and loads have made it: on all ranks alike, whichever have called state_dict()."""
+        """A shard's state as steps and loads have made it, without what a call of ``state_dict()`` has added."""
         raise NotImplementedError
 
     def put_state(self, shard: Shard, state: dict[str, Any]) -> None:
-        """Give a shard a state that steps have made elsewhere, in place of what there is."""
+        """Replace a shard's state by one that steps have made elsewhere."""
         raise NotImplementedError
 
     def encode_state(self, shard: Shard) -> None:
-        """Bring a loaded state into 8-bit codes if the group has them."""
+        """Turn a loaded state into 8-bit codes if the group has them."""
         raise NotImplementedError
 
     def group_fault(self, number: int, saved: dict[str, Any]) -> str:
-        """Why a saved group cannot be taken over by one of ours; empty if it can."""
+        """Why our group ``number`` cannot take over a saved group; empty if it can."""
         raise NotImplementedError
 
     def measure_norm(self, norm_type: float = 2.0) -> Tensor:
@@ -79,11 +79,11 @@ class LiveOptimizer(Optimizer):
         raise NotImplementedError
 
     def hand_over(self) -> None:
-        """Another optimizer takes over parameters: finish what is under way, leave later gradients alone."""
+        """Give parameters up to another optimizer: finish what is in flight, ignore later gradients."""
         raise NotImplementedError
 
     def gather_parameters(self) -> None:
-        """Return every rank's part of the parameters to all ranks; done when the current stream has waited."""
+        """All-gather the parameters; the current stream waits for them."""
         raise NotImplementedError
 
     def trained_ids(self) -> set[int]:
@@ -102,7 +102,7 @@ class LiveOptimizer(Optimizer):
 
     @contextmanager
     def begun_together(self, what: str) -> Iterator[None]:
-        """What fails inside is not made up for: other ranks may wait for this one, or have gone on."""
+        """On several ranks an error inside is final: other ranks may wait for this one, or have gone on."""
         self.check_open()
         try:
             yield

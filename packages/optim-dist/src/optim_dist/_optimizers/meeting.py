@@ -1,6 +1,7 @@
-"""What ranks say to each other before there is an optimizer, so that what one of them refuses is an error on all.
+"""What ranks tell each other before an optimizer is built, so that what one of them refuses is an error on all.
 
-They meet wherever they can, whatever else they were given: in the process group alone, and where that has collectives.
+This works whatever else the ranks were given: it needs the process group alone, and runs on a device for which that has
+collectives.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ def meet(
     described: Mapping[str, str],
     refused: Exception | None = None,
 ) -> torch.device:
-    """Where collectives of the optimizer are to run: where its parameters are. Collective.
+    """Compare options over ranks; return the device for collectives, that of the parameters. Collective.
 
     Args:
-        groups: as ``groups_of`` has them.
+        groups: the result of ``groups_of``.
         device: of the parameters, if there are any.
         described: options that have to be the same on all ranks, as text.
-        refused: why this rank builds none.
+        refused: why this rank does not build the optimizer; None if it does.
 
     Raises:
-        Exception: ``refused``; without one, what other ranks refuse, and parameters and options that are not alike.
+        Exception: ``refused`` or, if it is None, an error for what other ranks refuse, or for differences.
     """
     types = [device_types(group) for group in groups]
     places = [_place(each, device) for each in types]
@@ -53,7 +54,7 @@ def meet(
 
 
 def _place(types: Sequence[str], device: torch.device | None) -> torch.device:
-    """Where ranks with parameters on whatever device can meet."""
+    """A device on which ranks can communicate, whatever device their parameters are on."""
     chosen = "cpu" if "cpu" in types or not types else types[0]
     if device is not None and device.type == chosen:
         return device
@@ -63,7 +64,7 @@ def _place(types: Sequence[str], device: torch.device | None) -> torch.device:
 
 
 def _said_by_all(value: Any, met: Sequence[Communicator]) -> dict[int, Any]:
-    """What each rank says, by global rank, ascending; ``met`` connect them, along one dimension of a mesh each."""
+    """Every rank's value, keyed by global rank, ascending; each of ``met`` connects ranks along one mesh dimension."""
     said = [[dist.get_rank() if met[0].world_size > 1 else 0, value]]
     for communicator in met:
         said = [each for its in gathered(communicator, _BUILDS, said, _OTHERWISE) for each in its]

@@ -1,4 +1,4 @@
-"""AdamW's update of items that come again: nothing is read of them any more, and hyperparameters once a group."""
+"""AdamW's update of items that repeat from step to step: a step reads only hyperparameters, once per group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from optim_kernels.adamw_groups import AdamWStep
 class RepeatedAdamW:
     """The update of these items by kernels, as long as their list is the same object (``kept_items``).
 
-    All have gradients, and none of them is one that kernels refuse.
+    All items have gradients, and the kernels accept all of them.
     """
 
     def __init__(self, items: Sequence[Item]) -> None:
@@ -33,7 +33,7 @@ class RepeatedAdamW:
         self._gradients = self._step.look_at(gradients)
 
     def is_for(self, items: Sequence[Item]) -> bool:
-        """Whether these are the items, and their groups want of the update what they wanted."""
+        """Whether ``items`` is the list this was made for, and its groups' ``update_options`` have not changed."""
         return items is self._items and list(map(update_options, self._groups)) == self._options
 
     def run(self, context: StepContext) -> None:
@@ -48,6 +48,6 @@ class RepeatedAdamW:
 
 
 def update_options(group: Mapping[str, Any]) -> tuple[bool, bool, int]:
-    """What a plan is made for: AMSGrad, rounding at random, and its seed."""
+    """The options that a plan is made for: AMSGrad, stochastic rounding, and its seed."""
     at_random = bool(group.get("stochastic_rounding"))
     return bool(group.get("amsgrad")), at_random, int(group.get("seed", 0)) if at_random else 0

@@ -1,11 +1,12 @@
 """A rank's part of a state tensor, as ``torch.distributed.checkpoint`` wants to see it: boxes of the whole tensor.
 
-Chunk borders cut elementwise state anywhere. The elements [a, b) of a row-major tensor are a few boxes: the end of a
-row, whole rows, the beginning of a row, and so on inside those two, at most 2 ndim - 1:
+Chunk borders cut elementwise state anywhere. The elements [a, b) of a row-major tensor are a few boxes: the end of one
+row, whole rows, and the beginning of another row. The two partial rows are divided in the same way, which makes at most
+2 ndim - 1 boxes:
 
     (7, 11), [5, 30)  ->  row 0, columns 5-10;   row 1;   row 2, columns 0-7
 
-A tensor that is stored otherwise (transposed, channels_last) has its boxes in the order of its memory.
+For a tensor that is not row-major (transposed, channels_last) boxes follow the order of its memory.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _in_row(row: int, inner: tuple[int, ...], start: int, stop: int) -> Iterator
 
 
 class StatePart(Tensor):
-    """Has the whole tensor's shape and holds a rank's part of it; it can be saved, loaded, copied and moved only.
+    """A tensor of the whole tensor's shape that holds one rank's part; it can only be saved, loaded, copied and moved.
 
     Args:
         local: the part, a dense tensor of any shape whose elements in memory order are those from ``start`` on; empty
@@ -77,7 +78,7 @@ class StatePart(Tensor):
     def chunks(self) -> list[tuple[Box, Tensor]]:
         """Every box of the part with its elements, views of ``local`` in the box's shape."""
         flat = self.local.as_strided((self.local.numel(),), (1,))
-        # dimensions as they lie in memory, the slowest first
+        # dimensions in memory order, the slowest first
         strides = self.stride()
         order = sorted(range(self.ndim), key=lambda dim: (-strides[dim], dim))
         inverse = [order.index(dim) for dim in range(self.ndim)]
@@ -96,7 +97,7 @@ class StatePart(Tensor):
         """The same part with another tensor in it."""
         return StatePart(local, self.shape, self.stride(), self.start)
 
-    # torch.distributed.checkpoint asks for these, and writes once what several ranks have
+    # torch.distributed.checkpoint calls these, and writes only once what several ranks have
 
     def __create_write_items__(self, fqn: str, tensor: Tensor) -> list[WriteItem]:
         return [

@@ -1,7 +1,7 @@
-"""What the three optimizers keep of every parameter: made when it is first needed, saved, loaded, and taken along.
+"""The state that the three optimizers keep of every parameter: made when first needed, saved, loaded, moved.
 
-A state belongs to the rank that updates the parameter, or its part. What it holds is said by its ``Route`` and by its
-group's options, which may change. ``states`` and its neighbours know the forms in which it goes out and comes in.
+A state is on the rank that updates the parameter, or a part of it. Its ``Route`` and its group's options, which may
+change, decide what it holds. ``states`` and the modules it names know the forms in which state is saved and loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from optim_dist._optimizers.planned import PlannedOptimizer
 from optim_dist._optimizers.shards import MASTER_KEYS, Route, Shard
 from optim_dist.plan import Plan, RouteName
 
-# the options of a group that say what its states hold, and in which dtypes; beside that beta2 is not None
+# options of a group that say what its states hold, and in which dtypes; whether beta2 is None matters, too
 STORAGE_OPTIONS = ("amsgrad", "state_dtype", "momentum_dtype", "master_weights", "stochastic_rounding")
 
 
@@ -29,9 +29,9 @@ class StatefulOptimizer(PlannedOptimizer):
     _routes: ClassVar[Mapping[RouteName, Route]]
 
     _masters: FollowedMasters
-    _storage: list[list[Any]]  # of each group the options that its states were made for
-    _with_all_keys: set[int]  # by id the parameters whose states have all that their options want
-    _made_to_show: dict[int, set[str]]  # by id the keys that states have for torch alone, on this rank perhaps alone
+    _storage: list[list[Any]]  # for each group the options that its states were made for
+    _with_all_keys: set[int]  # id of parameters whose states have all keys that their options require
+    _made_to_show: dict[int, set[str]]  # keyed by id: keys made for torch to see only, perhaps on this rank only
     _consolidated: Consolidated | None = None
 
     def _connect(self) -> None:
@@ -53,7 +53,7 @@ class StatefulOptimizer(PlannedOptimizer):
         self._show_state()
 
     def _replace(self, plan: Plan, found: list[Entry], meshes: Any) -> None:
-        """Take along the states of those that stay; those of the others are dropped."""
+        """Move the states of parameters that stay to the new plan; drop all others."""
         self._masters.follow(self)
         moved = take_state(self, plan, found)
         for entry in self._entries:
@@ -72,7 +72,7 @@ class StatefulOptimizer(PlannedOptimizer):
         return self._routes[entry.route].block(entry.parameter, self.param_groups[entry.group])
 
     def _follow_storage(self) -> None:
-        """Complete states anew once groups were told to store them otherwise; refuse what they cannot store."""
+        """If groups' storage options have changed, check them and let states be completed anew."""
         storage = [*map(_storage_options, self.param_groups)]
         if storage != self._storage:
             for group in self.param_groups:
@@ -82,7 +82,7 @@ class StatefulOptimizer(PlannedOptimizer):
             self._storage = storage
 
     def _check_blocks(self) -> None:
-        """Refuse 8-bit states of parameters that were planned without: they may be cut anywhere."""
+        """Refuse 8-bit states for parameters that were planned without them, and so may be cut anywhere."""
         for spec, entry in zip(self.plan.parameters, self._entries):
             if self._block(entry) > spec.block:
                 raise ValueError(
@@ -92,10 +92,10 @@ class StatefulOptimizer(PlannedOptimizer):
                 )
 
     def _state_of(self, shard: Shard) -> dict[str, Any]:
-        """The state that an update works on, with all that its options want."""
+        """The state that an update works on, with all keys that its options require."""
         state = self.state[shard.parameter]
         if not state or id(shard.parameter) not in self._with_all_keys:
-            # its parameter may have been loaded since
+            # make masters anew that were only shown: the parameter may have been loaded since
             for key in self._made_to_show.pop(id(shard.parameter), set()) & MASTER_KEYS:
                 del state[key]
             self._complete(shard, state)
@@ -109,13 +109,13 @@ class StatefulOptimizer(PlannedOptimizer):
 
     @out_of_inference_mode
     def completed_state(self, shard: Shard) -> dict[str, Any]:
-        """A shard's state with all that its options want, made where it is missing."""
+        """A shard's state with all keys that its options require; missing ones are made."""
         kept = self.state[shard.parameter]
         state = dict(kept)
         if not kept or id(shard.parameter) not in self._with_all_keys:
             self._complete(shard, state)
             made = {key: value for key, value in state.items() if key not in kept}
-            # torch takes from a flattened state only the keys that it finds in ours
+            # when torch loads a flattened state it takes only the keys that it finds in ours
             kept.update(made)
             self._made_to_show.setdefault(id(shard.parameter), set()).update(made)
         return state
@@ -125,14 +125,14 @@ class StatefulOptimizer(PlannedOptimizer):
         return {key: value for key, value in self.state.get(shard.parameter, {}).items() if key not in shown}
 
     def put_state(self, shard: Shard, state: dict[str, Any]) -> None:
-        """Give a shard a state that steps have made elsewhere, in place of what there is, perhaps only shown."""
+        """Replace a shard's state, which may have been made only to be shown, by one that steps made elsewhere."""
         self.state[shard.parameter] = state
         self._with_all_keys.discard(id(shard.parameter))
         self._made_to_show.pop(id(shard.parameter), None)
         self.encode_state(shard)
 
     def encode_state(self, shard: Shard) -> None:
-        """Bring a loaded state into 8-bit codes if the group has them: not only at the next step, to save memory."""
+        """Turn a loaded state into 8-bit codes if the group has them: now, to save memory, not at the next step."""
         spec, group = self.plan.parameters[shard.index], self.param_groups[shard.group]
         if self.state.get(shard.parameter) and spec.block > 1:
             self._routes[spec.route].encode_state(shard, group, self.state[shard.parameter])
@@ -142,24 +142,23 @@ class StatefulOptimizer(PlannedOptimizer):
         route.complete_state(shard, self.param_groups[shard.group], state)
 
     def _show_state(self) -> None:
-        # where a rank owns nothing, torch must not take the optimizer for a new one: it would step it, alone
+        # without state torch takes the optimizer for a new one and steps it: on a rank that owns nothing, alone
         if self._communicator.world_size > 1:
             for entry in self._entries:
                 self.state.setdefault(entry.parameter, {})
         elif self._gradient_dtypes.differ:
-            # it would give gradients in the parameter's dtype
+            # torch would step with gradients in the parameter's dtype
             for shard in self.shards():
                 self.completed_state(shard)
 
     # this rank's part, in torch's form
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's form, for ``torch.save`` on every rank and for ``torch.distributed.checkpoint``.
+        """The state in torch's form, for ``torch.save`` on every rank and for ``torch.distributed.checkpoint``.
 
-        Over several ranks it lists the state of every parameter, of which each rank holds what it owns: as DTensors,
-        or as parts that can be saved, loaded and copied but not computed with. See also ``consolidate_state_dict``.
-        8-bit codes are copied as the fp32 numbers they stand for, which become the same codes again when they are
-        loaded.
+        Over several ranks each rank lists the state of every parameter but holds only what it owns: as DTensors, or as
+        parts that can be saved, loaded and copied but not computed with. See also ``consolidate_state_dict``. 8-bit
+        codes are copied as the fp32 numbers they stand for, which become the same codes again when they are loaded.
         """
         self.check_open()
         step_checks.check_listed(self.param_groups, self._listed)
@@ -181,9 +180,9 @@ class StatefulOptimizer(PlannedOptimizer):
 
     @out_of_inference_mode
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state of the same rank of the same plan, or what ``torch.distributed.checkpoint`` has loaded.
+        """Take over a state of the same rank and plan, or what ``torch.distributed.checkpoint`` has loaded.
 
-        Or the whole state that ``consolidate_state_dict`` has gathered, the same on every rank, which keeps its part.
+        Or the whole state that ``consolidate_state_dict`` has gathered: every rank passes the same and keeps its part.
         """
         self.check_open()
         step_checks.check_listed(self.param_groups, self._listed)
@@ -218,10 +217,11 @@ class StatefulOptimizer(PlannedOptimizer):
     # the state of all ranks, in torch's one-process form
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
-        """Let ``state_dict()`` on rank ``to`` be the whole state, until it changes; as torch's of the name. Collective.
+        """Let ``state_dict()`` on rank ``to`` return the whole state until it changes. Collective.
 
-        It is in torch's one-process form, on the CPU. ``state_dict()`` on the other ranks still has their parts. After
-        the next ``step()`` it is an error on every rank: call this again, or with None to have everyone's part again.
+        As torch's method of this name. The whole state is in torch's one-process form, on the CPU; ``state_dict()`` on
+        the other ranks still returns their parts. After the next ``step()`` ``state_dict()`` is an error on every rank:
+        call this again, or with None to get every rank's own part again.
 
         Args:
             to: a rank of the optimizer's process group.

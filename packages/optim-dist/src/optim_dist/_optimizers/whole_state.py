@@ -33,11 +33,11 @@ from optim_redist.index_sets import intervals
 def full_state_dict(
     optimizer: LiveOptimizer, shards: Sequence[Shard], communicator: Communicator, to: int = 0
 ) -> dict[str, Any]:
-    """One-process state on the CPU of chunk ``to``'s owner, each piece sent once by its own; ``{}`` elsewhere."""
+    """The one-process state on the CPU of chunk ``to``'s owner; ``{}`` elsewhere. Owners send each piece once."""
     plan, mine = optimizer.plan, {shard.index: optimizer.kept_state(shard) for shard in shards}
     described = communicator.gather_json({str(index): _described(state) for index, state in mine.items()})
     listed = listed_parameters(optimizer)
-    # copies of tensors in groups too: schedulers change an lr in place
+    # groups are copied with their tensors: schedulers change an lr in place
     groups = copy.deepcopy(Optimizer.state_dict(optimizer)["param_groups"])
     states: dict[int, dict[str, Tensor | None]] = {}
     for index, (spec, entry) in enumerate(zip(plan.parameters, optimizer.entries)):
@@ -57,7 +57,7 @@ def full_state_dict(
 
 
 def _described(state: dict[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
-    """The dtype and shape of each tensor, as JSON may hold them."""
+    """The dtype and shape of each tensor, as JSON values."""
     return {key: (dtype_name(value.dtype), list(value.shape)) for key, value in state.items()}
 
 
@@ -71,9 +71,9 @@ def _broadcast(
     to: int,
     lies_alike: bool,
 ) -> Tensor | None:
-    """A whole state tensor on the CPU of one rank, each piece from its owner; ``mine`` is this rank's.
+    """A whole state tensor on the CPU of chunk ``to``'s owner, each piece from its owner; None elsewhere.
 
-    ``lies_alike``: whether it has the parameter's strides.
+    ``mine`` is this rank's piece; ``lies_alike`` says whether the result has the parameter's strides.
     """
     spec, pieces = plan.parameters[index], plan.ranges(index)
     in_pieces = spec.route == "adamw" and bool(shape) and plan.world_size > 1
@@ -83,7 +83,7 @@ def _broadcast(
         part = torch.empty(numel, dtype=dtype, device=communicator.device)
         if piece.rank == communicator.rank:
             assert mine is not None, "owners have what they described"
-            # parts lie as their parameter does, whole tensors however they were made or loaded
+            # parts are in their parameter's memory order, whole tensors have the strides they were made or loaded with
             found = as_numbers(local(mine))
             part.copy_(in_memory_order(found) if in_pieces else found.reshape(-1))
         communicator.broadcast_(part, piece.rank)
@@ -99,9 +99,9 @@ def _broadcast(
 
 
 def on_one_rank(value: Tensor, layout: Layout, communicator: Communicator, to: int = 0) -> Tensor | None:
-    """A DTensor whole on the CPU of chunk ``to``'s owner, None elsewhere; what every rank has whole needs no exchange.
+    """``value`` as a whole tensor on the CPU of chunk ``to``'s owner, None elsewhere; only DTensors are exchanged.
 
-    Of a DTensor on some of the ranks, whose replicas others hold, those who hold it have to call.
+    If a DTensor's mesh has only some of the ranks, as others hold replicas, the ranks of that mesh have to call.
     """
     target, ranks = communicator.ranks[to], layout.mesh.ranks
     here: Tensor | None = value
@@ -120,9 +120,9 @@ def on_one_rank(value: Tensor, layout: Layout, communicator: Communicator, to: i
 def cut_full_state_dict(
     optimizer: LiveOptimizer, state_dict: dict[str, Any], shards: Sequence[Shard]
 ) -> dict[str, Any]:
-    """A one-process state as this rank's ``state_dict()`` would have it; every rank cuts its parts out of the same."""
+    """A one-process state, the same on every rank, in the form of this rank's ``state_dict()``: cut to its parts."""
     listed = listed_parameters(optimizer)
-    # of all parameters, so that every rank refuses what one does
+    # check all parameters, so that every rank refuses what one refuses
     problems = [
         f"{entry.name}.{key}: shape {tuple(value.shape)}, expected {spec.shape}"
         for spec, entry in zip(optimizer.plan.parameters, optimizer.entries)
