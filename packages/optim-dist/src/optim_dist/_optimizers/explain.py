@@ -38,11 +38,11 @@ def explain(
     """The plan with what it means for this run.
 
     Args:
-        owners: the ranks that orthogonalize matrices which are cut over ranks.
-        plain: why parts of such here were not in the launches for all of them, in the last step.
-        state_bytes: what this rank's states take.
-        gradient_bytes: what gradients of its buckets take.
-        multipliers: by name what parameters multiply lr and weight_decay of their groups with, where that is not 1.
+        owners: for each matrix that is cut over ranks, the rank that orthogonalizes it, by plan index.
+        plain: why this rank's part of such a matrix was left out of the grouped launches in the last step.
+        state_bytes: bytes of this rank's states.
+        gradient_bytes: bytes of the gradients of its buckets.
+        multipliers: keyed by parameter name: the factors of lr and weight_decay, where one is not 1.
         remarks: on the groups, a line each.
     """
     data = describe_plan(plan)
@@ -110,7 +110,7 @@ def _sharded_table(sharded: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _described(spec: ParameterSpec) -> dict[str, Any]:
-    """What is said of a parameter wherever it is."""
+    """What is said of every parameter, in a bucket or not."""
     return {
         "name": spec.name,
         "shape": spec.shape,
@@ -121,13 +121,13 @@ def _described(spec: ParameterSpec) -> dict[str, Any]:
 
 
 def _cells(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    """The same as the beginning of a row."""
+    """The first cells of a parameter's row: its ``_described`` values as text."""
     shape = "x".join(map(str, entry["shape"])) or "scalar"
     return entry["name"], shape, entry["dtype"], entry["route"], str(entry["group"])
 
 
 def _plain_lines(sharded: Sequence[dict[str, Any]]) -> list[str]:
-    """What of Muon's elementwise work is not in the launches for all matrices, by reason."""
+    """Lines that name the matrices whose elementwise work is not in the grouped launches, by reason."""
     names: dict[str, list[str]] = {}
     for entry in sharded:
         if entry["plain_torch"] is not None:

@@ -1,8 +1,8 @@
 """``state_dict()`` over several ranks, so that torch's own checkpoint functions work with it at any number of ranks.
 
-Every rank lists the state of every parameter. What lies in buckets is wrapped as ``StatePart``s, empty ones where the
-rank owns nothing; the state of DTensors is DTensors already. Groups have all keys of torch's optimizer of the same
-kind, so that ``torch.optim.AdamW`` and ours load each other's checkpoints.
+Every rank lists the state of every parameter. State of parameters in buckets is wrapped as ``StatePart``s, empty ones
+where the rank owns nothing; the state of DTensors is DTensors already. Groups have all keys of torch's optimizer of the
+same kind, so that ``torch.optim.AdamW`` and ours load each other's checkpoints.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from optim_dist.plan import ParameterSpec, RouteName
 
 
 def complete_state(optimizer: LiveOptimizer) -> dict[int, dict[str, Any]]:
-    """The state of every parameter as this rank sees it, by its number in torch's form; made where it is missing."""
+    """This rank's view of the state of every parameter, keyed by number in torch's form; missing state is made."""
     listed, plan = listed_parameters(optimizer), optimizer.plan
     mine = {shard.index: shard for shard in optimizer.shards()}
     found = {}
@@ -40,7 +40,7 @@ def complete_state(optimizer: LiveOptimizer) -> dict[int, dict[str, Any]]:
 
 
 def unwrapped_state(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """``state_dict`` with plain tensors of this rank's shards in place of parts, and nothing of what it does not own.
+    """``state_dict`` with plain tensors for this rank's shards in place of parts, and without other ranks' state.
 
     Raises:
         ValueError: for parts of another plan or rank, and for a state that was never cut.
@@ -77,12 +77,12 @@ def unwrapped_state(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> dic
 
 
 def _is_in_parts(state: dict[str, Any] | None) -> bool:
-    """Whether a parameter's state is listed in parts; torch leaves none where this rank owns nothing."""
+    """Whether a parameter's state is listed in parts; torch leaves an empty one where this rank owns nothing."""
     return state is not None and all(isinstance(value, StatePart) for value in state.values())
 
 
 def with_torch_keys(group: dict[str, Any], route: RouteName) -> dict[str, Any]:
-    """A group's options, and those of torch's optimizer of this kind that it lacks, at their defaults."""
+    """A group's options, and at their defaults those of torch's optimizer of this kind that the group lacks."""
     return {**_torch_defaults(route), **group}
 
 

@@ -1,6 +1,6 @@
-"""A state that comes in: refused where it cannot be this optimizer's, else brought into its formats.
+"""A state to load: refused if it does not fit this optimizer, else converted to its formats.
 
-What is refused is refused before anything is written.
+Everything is checked before anything is written.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from optim_dist.plan import Plan, RouteName
 from optim_kernels.muon_groups import with_dtypes
 from optim_utils.param_groups import MatrixView
 
-# what each kind of update cannot go on without, where there is a state at all
+# state keys that each kind of update needs, if there is a state at all
 NEEDED_KEYS: Mapping[RouteName, tuple[str, ...]] = {
     "adamw": ("step", "exp_avg", "exp_avg_sq"),
     "muon": ("momentum_buffer",),
 }
 _KINDS: Mapping[RouteName, str] = {"adamw": "AdamW", "muon": "Muon"}
 
-# of a group what belongs to the optimizer that loads: a loaded state is brought into its formats
+# options of a group that stay those of the optimizer that loads: a loaded state is converted to its formats
 OWN_OPTIONS = ("views", "momentum_dtype", "state_dtype", "master_weights", "impl")
 
 OTHER_VIEWS = (
@@ -53,15 +53,15 @@ def check_stamp(state_dict: dict[str, Any], plan: Plan, rank: int) -> None:
 
 
 def check_states(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> None:
-    """Refuse states of another kind of update, of other shapes, and of DTensors what lies otherwise than these do.
+    """Refuse states of another kind of update or other shapes, and DTensors that are not laid out as parameters are.
 
-    Of what is in buckets there are parts, which fit if their plan does.
+    State of parameters in buckets is in parts, which fit if their plan does (``check_stamp``).
     """
     saved_ids = [*chain.from_iterable(group["params"] for group in state_dict["param_groups"])]
     listed = listed_parameters(optimizer)
     for entry in optimizer.entries:
         parameter, place = entry.parameter, listed[id(entry.parameter)]
-        # torch's own error says so if there are fewer
+        # if there are fewer, torch's own error says so
         state = state_dict["state"].get(saved_ids[place], {}) if place < len(saved_ids) else {}
         if fault := lacking(state, entry):
             raise ValueError(fault)
@@ -82,7 +82,7 @@ def check_states(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> None:
 
 
 def lacking(state: Mapping[str, Any], entry: Entry) -> str:
-    """What is said of a state that another kind of optimizer has saved; empty of one that can be gone on with."""
+    """Why the entry's update cannot use a state, as its keys are another optimizer's; empty if it can."""
     missing = [key for key in NEEDED_KEYS[entry.route] if key not in state]
     if not state or not missing:
         return ""
@@ -110,10 +110,10 @@ def _fault_of(value: Tensor, parameter: Tensor) -> str:
 
 
 def adapted(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A copy of ``state_dict`` with complete groups, and numbers for the 8-bit codes of ``optim_kernels.TritonAdamW``.
+    """A copy of ``state_dict`` with complete groups, and numbers for 8-bit codes of ``optim_kernels.TritonAdamW``.
 
     Raises:
-        ValueError: for an empty one, and for groups that cannot be taken over.
+        ValueError: for an empty ``state_dict``, and for groups that cannot be taken over.
     """
     if not state_dict:
         raise ValueError(
@@ -141,7 +141,7 @@ def _with_complete_groups(optimizer: LiveOptimizer, state_dict: dict[str, Any]) 
 
 
 def _beside(mine: Any, value: Any) -> Any:
-    """A saved hyperparameter, on the device of ours if both are tensors: a captured step reads it there alone."""
+    """A saved hyperparameter, on the device of ours if both are tensors: a captured step reads it only there."""
     if isinstance(mine, tuple) and isinstance(value, tuple | list) and len(mine) == len(value):
         return type(value)(map(_beside, mine, value))
     return value.to(mine.device) if isinstance(mine, Tensor) and isinstance(value, Tensor) else value
@@ -158,9 +158,9 @@ def _view(saved: Any) -> MatrixView | None:
 
 @contextmanager
 def dtypes_kept(optimizer: LiveOptimizer) -> Iterator[None]:
-    """While torch loads a state: put back what it casts to the parameters' dtype (pytorch#43706), as they lie.
+    """While torch loads a state, undo its cast to the parameters' dtype (pytorch#43706), and lay it out like them.
 
-    In 8-bit codes where groups have these.
+    Moments become 8-bit codes where groups have these.
     """
     loaded: dict[str, Any] = {}
 
@@ -190,9 +190,9 @@ def dtypes_kept(optimizer: LiveOptimizer) -> Iterator[None]:
 
 
 def _placed(key: str, value: Any, parameter: Tensor) -> Any:
-    """A copy on the parameter's device, laid out as new state is: the kernels read memory, whatever was loaded."""
+    """A copy on the parameter's device with the strides of new state, which the kernels rely on."""
     if key == "step" and isinstance(value, int | float):
-        # torch before 1.12 counted by numbers
+        # before 1.12 torch's step count was a number, not a tensor
         return torch.tensor(float(value), dtype=torch.float32, device=parameter.device)
     if not isinstance(value, Tensor):
         return value

@@ -1,7 +1,7 @@
-"""State that goes along when parameters in buckets get another plan: to other owners, cut elsewhere, bit for bit.
+"""Move the state of parameters in buckets to another plan: to other owners, cut elsewhere, bit for bit.
 
-It is what a checkpoint does from one plan to another, without files, and one state key at a time: so only one kind of
-state is there twice. States of DTensors, and of one rank, lie where their parameters do, and stay there.
+It does what saving a checkpoint and loading it under the other plan would, without files, and one state key at a time:
+so only one kind of state exists twice. States of DTensors, and of one rank, stay where they are, with their parameters.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from optim_dist.plan import Plan
 
 @dataclass(frozen=True)
 class MovedState:
-    """What this rank is to own under the new plan.
+    """The state that this rank owns under the new plan.
 
     Args:
-        described: by name what is known of the state of each parameter.
-        parts: by name and key the flat parts that have come here.
+        described: a description of each parameter's state, keyed by the parameter's name.
+        parts: the flat parts that this rank has received, keyed by name and state key.
     """
 
     described: dict[str, SavedParameter]
     parts: dict[str, dict[str, Tensor]]
 
     def put(self, optimizer: LiveOptimizer) -> None:
-        """Give it to ``optimizer``, which has the new plan by now."""
+        """Give the state to ``optimizer``, which has the new plan by now."""
         for shard in optimizer.shards():
             known = self.described.get(shard.name)
             if known is None or not (known.state or known.scalars):
@@ -58,9 +58,9 @@ class MovedState:
 
 
 def take_state(optimizer: LiveOptimizer, plan: Plan, found: Sequence[Entry]) -> MovedState:
-    """Exchange the state of those in buckets that ``plan``, for ``found``, has too; what it has not is dropped.
+    """Exchange the state of parameters in buckets that ``plan``, made for ``found``, still has; drop that of others.
 
-    Collective over several ranks. ``optimizer`` keeps the state of DTensors, or of one rank, of ``found`` alone.
+    Collective over several ranks. State of DTensors, and of one rank, stays in ``optimizer`` if ``found`` has it.
     """
     communicator, former = optimizer.communicator, optimizer.plan
     numbers = {id(entry.parameter): number for number, entry in enumerate(found)}
@@ -86,7 +86,7 @@ def take_state(optimizer: LiveOptimizer, plan: Plan, found: Sequence[Entry]) -> 
     for entry, is_in_bucket in zip(optimizer.entries, in_buckets):
         if is_in_bucket or id(entry.parameter) not in numbers:
             optimizer.state.pop(entry.parameter, None)
-    # of 8-bit states, where the new plan cuts through their blocks
+    # 8-bit codes become numbers where the new plan cuts through their blocks
     saved = with_numbers(saved, plan.parameters, {communicator.rank: mine})
     known = {each.name: each for each in saved}
 

@@ -1,11 +1,11 @@
-"""Parameters that take another share of their group's learning rate and weight decay.
+"""Per-parameter multipliers of a group's learning rate and weight decay.
 
     learning rate of p   group lr · p.lr_mul
     weight decay of p    group weight_decay · p.wd_mul          both 1 where p has no such attribute
 
 They are read before every step, as a group's own hyperparameters are. A learning rate that is a tensor is multiplied on
-its device into memory that is kept: so what was planned or captured for its address still holds, and a graph that is
-replayed multiplies what the tensor is by then.
+its device into memory that stays the same: plans and captured graphs that hold its address stay valid, and a replayed
+graph multiplies the tensor's value of that time.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch import Tensor
 
 from optim_dist._optimizers.entries import Entry
 
-# the attribute of a parameter, and what of its group that multiplies
+# the attribute of a parameter: the hyperparameter of its group that it multiplies
 ATTRIBUTES: Mapping[str, str] = {"lr_mul": "lr", "wd_mul": "weight_decay"}
 
 Pair = tuple[float, float]  # lr_mul, wd_mul
 
 
 def multipliers_of(parameter: Tensor) -> Pair:
-    """What multiplies the hyperparameters of the parameter's group."""
+    """The parameter's multipliers, 1 where it has none."""
     return getattr(parameter, "lr_mul", 1.0), getattr(parameter, "wd_mul", 1.0)
 
 
 def multiplier_faults(name: str, parameter: Tensor) -> list[str]:
-    """Why hyperparameters cannot be multiplied as the parameter says; empty if they can."""
+    """What is wrong with the parameter's multipliers; empty if nothing is."""
     return [
         f"{name}: its {key} is {value!r}; give it a number of at least 0, or delete the attribute"
         for key, value in zip(ATTRIBUTES, multipliers_of(parameter))
@@ -41,7 +41,7 @@ def multiplier_faults(name: str, parameter: Tensor) -> list[str]:
 
 
 def given_multipliers(entries: Iterable[Entry]) -> dict[str, Pair]:
-    """By name the parameters of which one is not 1."""
+    """Multipliers keyed by parameter name, of parameters with one that is not 1."""
     found = {entry.name: multipliers_of(entry.parameter) for entry in entries}
     return {name: (float(lr), float(wd)) for name, (lr, wd) in found.items() if (lr, wd) != (1, 1)}
 
@@ -51,8 +51,8 @@ class ScaledGroups:
 
     def __init__(self) -> None:
         self._pairs: list[Pair] = []
-        self._of_entry: dict[int, Pair] = {}  # by number in the plan, where one is not 1
-        # the same objects in every step, for what was planned for a group to hold
+        self._of_entry: dict[int, Pair] = {}  # keyed by plan index, where one is not 1
+        # the same objects in every step, so that what was planned for a group stays valid
         self._groups: dict[tuple[int, Pair], dict[str, Any]] = {}
         self._products: dict[tuple[int, Pair, str], Tensor] = {}
 
@@ -60,9 +60,9 @@ class ScaledGroups:
         """Read every parameter's multipliers.
 
         Raises:
-            ValueError: naming those that are no numbers by now, before anything has moved.
+            ValueError: naming multipliers that are no valid numbers by now, before anything has changed.
         """
-        # `multipliers_of` without its calls
+        # `multipliers_of` inlined, to save a call for each parameter
         pairs = [(getattr(p, "lr_mul", 1.0), getattr(p, "wd_mul", 1.0)) for p in [e.parameter for e in entries]]
         if pairs == self._pairs:
             return
@@ -76,11 +76,11 @@ class ScaledGroups:
 
     @property
     def multipliers(self) -> object:
-        """Another object once ``follow`` has found other multipliers."""
+        """An object that is replaced by another when ``follow`` finds other multipliers."""
         return self._pairs
 
     def refresh(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what the groups are now; once a step."""
+        """Take over the groups' present hyperparameters; once a step."""
         for key, scaled in self._groups.items():
             number, pair = key
             scaled.clear()
@@ -89,7 +89,7 @@ class ScaledGroups:
                 scaled[name] = self._times((*key, name), scaled[name], factor)
 
     def of(self, index: int, number: int, group: dict[str, Any]) -> dict[str, Any]:
-        """``group``, which is ``number``, as the parameter ``index`` of the plan takes it."""
+        """``group``, whose number is ``number``, as parameter ``index`` of the plan sees it: with its multipliers."""
         pair = self._of_entry.get(index)
         return group if pair is None else self._groups[number, pair]
 

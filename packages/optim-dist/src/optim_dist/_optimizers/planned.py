@@ -1,7 +1,7 @@
-"""What the three optimizers share of their construction: groups become a plan, and its parameters move into buckets.
+"""How the three optimizers are constructed: groups become a plan, and its parameters move into buckets.
 
-Groups may come later, all may be planned anew, and with ``close`` all goes back. Every rank does the same, or is
-refused with the others.
+Groups may be added later, everything may be planned anew, and ``close`` undoes it all. Every rank does the same; what
+one rank refuses is an error on all.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PlannedOptimizer(LiveOptimizer):
             construction.check_model(self._options.model)
             super().__init__(given, self._completed_defaults(defaults))
         except Exception as error:
-            # the others wait for this rank to connect
+            # the other ranks wait for this one to connect
             device = construction.device_of([given, options.get("model")])
             meet(groups_of(options.get("mesh"), options.get("process_group")), device, {}, error)
         self._connect()
@@ -58,15 +58,15 @@ class PlannedOptimizer(LiveOptimizer):
         return [None] * len(group["params"])
 
     def _block(self, entry: Entry) -> int:
-        """How many elements of a parameter share a scale in its state, which one rank has to own."""
+        """How many elements of a parameter share a scale in its state, and so must be owned by one rank."""
         return 1
 
     def _completed_defaults(self, defaults: dict[str, Any]) -> dict[str, Any]:
-        """The constructor's ``defaults`` with those that they choose by name."""
+        """The constructor's ``defaults``, with the options of a variant that they name."""
         return defaults
 
     def _completed(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The group with options that are not the same for all groups."""
+        """The group, with defaults that depend on its kind or variant."""
         return group
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -75,7 +75,7 @@ class PlannedOptimizer(LiveOptimizer):
     def _connect(self) -> None:
         """Make the plan for the groups as they are and, over several ranks, move parameters into buckets."""
         found = self._find_entries()
-        # of a frozen one if all are
+        # the device of a frozen parameter if all are frozen
         listed = (parameter for group in self.param_groups for parameter in group["params"])
         candidates = chain((entry.parameter for entry in found), listed)
         device = next((parameter.device for parameter in candidates), None)
@@ -99,7 +99,7 @@ class PlannedOptimizer(LiveOptimizer):
         )
 
     def _extend(self, found: Sequence[Entry]) -> None:
-        """Plan ``found`` behind what is planned already, and move it into buckets; if refused, nothing has changed."""
+        """Plan ``found`` after what is planned already, and move it into buckets; a refusal changes nothing."""
         more, meshes = self._planned(found)
         plan = self.plan.followed_by(more)
         self._agree(plan, found)
@@ -127,10 +127,10 @@ class PlannedOptimizer(LiveOptimizer):
     def _move(
         self, plan: Plan, entries: list[Entry], found: Sequence[Entry], meshes: Sequence[Sequence[Sequence[int]]]
     ) -> None:
-        """Bring ``found``, the last of ``entries``, to where ``plan`` has them."""
+        """Move the parameters of ``found``, the last of ``entries``, to their places in ``plan``."""
         taken, world_size = {id(entry.parameter) for entry in found}, self._communicator.world_size
         for other in live_optimizers():
-            # to hand over is collective where there are several ranks
+            # handing over is collective if the other optimizer has several ranks
             is_alike = world_size > 1 or other.communicator.world_size == 1
             if other is not self and is_alike and taken & other.trained_ids():
                 other.hand_over()
@@ -149,16 +149,16 @@ class PlannedOptimizer(LiveOptimizer):
     def rebuild_plan(self, order: Sequence[str | Tensor] | None = None) -> None:
         """Plan anew for the parameters that need a gradient now: after unfreezing some, or freezing some for good.
 
-        Collective, between ``zero_grad()`` and the next backward pass. Parameters that stay keep their state, bit for
-        bit, whoever owns them now; new ones begin afresh, and are those of the first rank, as at construction
-        (``sync_params``); the state of those that are frozen by now is dropped, and so are their buckets.
+        Collective, between ``zero_grad()`` and the next backward pass. Parameters that stay keep their state bit for
+        bit, whichever rank owns them now. New ones start without state, from the first rank's values, as at
+        construction (``sync_params``). Parameters that are frozen by now lose their state and their place in a bucket.
 
         Args:
-            order: names or parameters in the order in which forward passes use them, for buckets to be reduced and
-                gathered by; every one that is trained, and others if you like. None: the order of construction.
+            order: names or parameters in the order in which forward passes use them, by which buckets are reduced and
+                gathered. It lists every parameter that is trained, and may list others. None: as at construction.
 
         Raises:
-            RuntimeError: on every rank, before anything has changed: with gradients around, or if another rank refuses.
+            RuntimeError: on every rank, before anything has changed: if there are gradients, or another rank refuses.
         """
         plan, found, meshes = self._newly_planned(order)
         with self.begun_together("rebuild_plan()"):
@@ -166,7 +166,7 @@ class PlannedOptimizer(LiveOptimizer):
             self._replace(plan, found, meshes)
 
     def _newly_planned(self, order: Sequence[str | Tensor] | None) -> tuple[Plan, list[Entry], Any]:
-        """What ``_replace`` takes, for the parameters that need a gradient now; if refused, nothing has changed."""
+        """The arguments of ``_replace``, for parameters that need a gradient now; a refusal changes nothing."""
         self.check_open()
         self._communicator.check_ranks()
         refused: Exception | None = None
@@ -184,9 +184,9 @@ class PlannedOptimizer(LiveOptimizer):
         except Exception as error:
             refused = error
         agreement.raise_if_refused(refused, "the plan was not rebuilt", self._communicator)
-        # batches that some rank gave up
+        # also makes all ranks give up a batch that one has given up
         if not self.is_between_steps:
-            # streamed gradients, of which no .grad tells
+            # streamed gradients, which leave no .grad for the check above
             raise RuntimeError(
                 "rebuild_plan between backward and step(): gradients are already being reduced; call it after step(), "
                 "or call zero_grad() first"
@@ -194,14 +194,14 @@ class PlannedOptimizer(LiveOptimizer):
         plan, meshes = self._planned(found)
         self._agree(plan, found)
         if self._options.sync_params == "check":
-            # buckets are compared when they are made, which is too late to leave everything as it is
+            # making the buckets compares them, too, but by then the old ones are gone
             self.wait()
             plain = [(e.name, e.parameter) for e, spec in zip(found, plan.parameters) if not spec.sharding]
             agreement.check_equal(plain, self._communicator, agreement.SYNC_CHECK)
         return plan, found, meshes
 
     def _replace(self, plan: Plan, found: list[Entry], meshes: Any) -> None:
-        """Move parameters from the plan that there is to a new one."""
+        """Move parameters from the present plan to a new one."""
         former = self._bucketed.clear()
         self._gradient_dtypes.put_back()
         self._resident = ResidentParameters(self._communicator, self._options)
@@ -213,8 +213,8 @@ class PlannedOptimizer(LiveOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; over several ranks a collective: every rank adds the same group at the same time."""
         self.check_open()
-        is_built = hasattr(self, "plan")  # else a group of the constructor
-        # ranks agree, for how much is reduced already may differ between them
+        is_built = hasattr(self, "plan")  # else the constructor adds this group
+        # ranks agree first, as they may differ in what is reduced already
         if is_built and any(self._communicator.gather_json(self._bucketed.started)) and not self.is_between_steps:
             raise RuntimeError(
                 "add_param_group between backward and step(): gradients are already being reduced; "
@@ -230,7 +230,7 @@ class PlannedOptimizer(LiveOptimizer):
             raise
 
     def _with_group(self, param_group: dict[str, Any], is_built: bool) -> list[Entry]:
-        """Check and append a group; what this rank refuses is an error on the others too, once they could wait."""
+        """Check and append a group; once built, other ranks would wait, so a refusal is an error on all of them."""
         refused: Exception | None = None
         found: list[Entry] = []
         try:
@@ -251,8 +251,8 @@ class PlannedOptimizer(LiveOptimizer):
     def close(self) -> None:
         """Release hooks and buckets; parameters and gradients become ordinary tensors again.
 
-        Without a wait for ranks that do not come, as after an error here: gradients whose reduction has begun, for a
-        step that was not made, are given up, and None afterwards.
+        This does not wait for ranks that may not come, as after an error on this rank. If gradients have begun to be
+        reduced for a step that was not made, they are given up and None afterwards.
         """
         if self._closed:
             return
@@ -274,14 +274,14 @@ class PlannedOptimizer(LiveOptimizer):
     def prefetch(self, module: nn.Module) -> None:
         """Let the current stream wait for the gathers of this module's parameters alone, which may be read afterwards.
 
-        ``step()`` has launched all gathers in the order of the forward pass: what is used first is here first.
+        ``step()`` has launched all gathers in the order of the forward pass: what is used first arrives first.
         """
         if not isinstance(module, nn.Module):
             raise TypeError(f"prefetch takes a module, got {type(module).__name__}; wait() is for all parameters")
         self._bucketed.prefetch(module)
 
     def _reads_as_planned(self, number: int, group: dict[str, Any]) -> bool:
-        """Whether ``group`` reads its parameters as the matrices that the group ``number`` was planned with."""
+        """Whether ``group`` reads its parameters as the same matrices as group ``number`` when it was planned."""
         return list(self._views(group)) == self._planned_views.of(number)
 
     @property
@@ -300,7 +300,7 @@ class PlannedOptimizer(LiveOptimizer):
     def is_between_steps(self) -> bool:
         """Whether no gradient has arrived since the last step, or all were dropped again. Collective."""
         self.check_open()
-        # ranks agree, for to drop is collective
+        # ranks agree first, as dropping reductions is collective
         found = self._communicator.gather_json([self._bucketed.has_gradients, self._bucketed.is_due])
         if any(has_gradients for has_gradients, _ in found):
             return False

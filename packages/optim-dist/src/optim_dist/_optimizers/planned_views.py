@@ -1,4 +1,4 @@
-"""The matrices that parameters are read as, for which a plan was made: groups may not be told otherwise afterwards."""
+"""The matrices that a plan reads its parameters as; groups must not ask for others afterwards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from optim_utils.param_groups import MatrixView
 
-# the options of a group that say how its parameters are matrices
+# options of a group that say how its parameters are read as matrices
 VIEW_OPTIONS = ("nd", "split_rows", "views")
 
 ViewsOf = Callable[[dict[str, Any]], Sequence[MatrixView | None]]
@@ -42,11 +42,11 @@ class PlannedViews:
         self._options = options
 
     def of(self, number: int) -> list[MatrixView | None]:
-        """What the group ``number`` was planned with."""
+        """The views that group ``number`` was planned with."""
         return self._views[number]
 
 
 def _view_options(group: dict[str, Any]) -> list[Any]:
-    """What a group says of its matrices, apart from the group, which may change."""
+    """A copy of a group's view options, as the group itself may change."""
     found = [group.get(name) for name in VIEW_OPTIONS]
     return [list(value) if isinstance(value, list | tuple) else value for value in found]

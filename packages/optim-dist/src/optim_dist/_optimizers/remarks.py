@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from optim_dist._optimizers.entries import Entry
 from optim_kernels import VARIANTS
 
-# Loops set these as they go, or leave them to this package: they make no other variant.
+# Training loops change these as they go, or leave them to this package: they do not make another variant.
 _FREE = frozenset({"lr", "weight_decay", "momentum", "maximize", "missing_grad", "views"})
 
 
@@ -29,11 +29,11 @@ def _variants(groups: Sequence[Mapping[str, Any]], entries: Sequence[Entry]) -> 
 
 
 def _other_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-    """What of a variant's options the group has otherwise."""
+    """The options in which the group differs from a variant's ``options``."""
     return [
         f"{key}={group[key]!r}"
         for key, value in options.items()
-        # a number on a device is not read
+        # a tensor counts as different: reading it would wait for the device
         if key not in _FREE and (isinstance(group[key], Tensor) or group[key] != value)
     ]
 

@@ -17,7 +17,7 @@ from optim_dist.plan import ParameterSpec
 from optim_kernels.muon_groups import MuonPlanner
 from optim_utils.param_groups import MatrixView
 
-# what a state may hold beside a 16-bit parameter to complete it
+# state keys of master weights, which complete a 16-bit parameter
 MASTER_KEYS = frozenset({"master", "master_low"})
 
 
@@ -25,25 +25,25 @@ MASTER_KEYS = frozenset({"master", "master_low"})
 class Shard:
     """The elements ``[start, stop)`` of ``parameter``, in memory order, that this rank updates.
 
-    ``value`` and ``gradient`` have the parameter's shape if they are the whole of it where that matters (a matrix, or
-    one rank), else one dimension. State has the shape of ``value``.
+    ``value`` and ``gradient`` have the parameter's shape for matrices and on one rank, the local part's shape for
+    DTensors, else one dimension. State has the shape of ``value``.
     """
 
     parameter: Tensor
     name: str
     index: int  # in the plan
-    listed: int  # among all parameters of the groups; it chooses the bits of stochastic rounding
+    listed: int  # number among all parameters of the groups; it chooses the bits of stochastic rounding
     group: int  # in param_groups
     start: int
     stop: int
     value: Tensor
     gradient: Tensor | None = None
     view: MatrixView | None = None  # the matrices inside, if not the last two dimensions
-    is_consecutive: bool = True  # False for a DTensor's part that is no such interval; start is 0 then
+    is_consecutive: bool = True  # False for a DTensor's part that is no interval of elements; start is 0 then
 
     @property
     def like(self) -> Tensor:
-        """What state is made like: a DTensor's state is a DTensor that lies as it does."""
+        """The tensor that new state is made like: a DTensor's state is a DTensor of the same layout."""
         return self.parameter if isinstance(self.parameter, DTensor) else self.value
 
     @property
@@ -53,16 +53,16 @@ class Shard:
 
     @property
     def gradient_or_zeros(self) -> Tensor:
-        """For groups that take a missing gradient for zeros."""
+        """The gradient, or zeros if it is missing: for groups with ``missing_grad="zero"``."""
         if self.gradient is None:
             return torch.zeros_like(self.value, dtype=grad_dtype(self.parameter))
         return self.gradient
 
 
 def takes_zeros(shard: Shard, group: Mapping[str, Any]) -> bool:
-    """Whether the group takes a missing gradient for zeros.
+    """Whether the group takes a missing gradient of this shard for zeros.
 
-    Not of a frozen parameter, which those would move by its momentum, and decay.
+    It does not for a frozen parameter: zeros would still move it by its momentum, and decay it.
     """
     return group.get("missing_grad") == "zero" and shard.parameter.requires_grad
 
@@ -76,7 +76,7 @@ class Item(NamedTuple):
 
     @property
     def master(self) -> Tensor | None:
-        """What the state holds beside the parameter of either kind of master weights, if anything."""
+        """The state's master weights of either kind, if it has any."""
         master: Tensor | None = self.state.get("master", self.state.get("master_low"))
         return master
 
@@ -86,14 +86,14 @@ class StepContext:
     """Scalars of one step, all on the device.
 
     Args:
-        factor: what gradients are multiplied by: 1/W, the clip factor, the caller's. None is one.
-        grad_scale: what they are divided by (``GradScaler``).
+        factor: what gradients are multiplied by: 1/W, the clip factor, the caller's. None stands for 1.
+        grad_scale: what gradients are divided by (``GradScaler``).
         found_inf: non-zero: leave everything untouched.
-        are_kept: whether items come by the rule of ``kept_items``; else their list is of this step alone, and not to be
-            held: gradients would be, when others have let go of them.
+        are_kept: whether lists of items follow the rule of ``kept_items``. If not, a list is for this step alone and
+            must not be kept: it would keep gradients alive that everybody else has dropped.
         counts: for each parameter of the plan, on how many ranks it has a gradient. None: all shards have one.
         present: for each, whether this rank itself has one.
-        new_planner: makes what steps Muon's matrices; planners are alike in all steps.
+        new_planner: makes a planner that steps Muon's matrices, with the same options in every step.
     """
 
     factor: Tensor | None = None
@@ -106,11 +106,11 @@ class StepContext:
 
     @property
     def may_repeat(self) -> bool:
-        """Whether a step of these items may be like the one before, and like the next."""
+        """Whether consecutive steps of these items may be alike: lists are kept, and no gradient is missing."""
         return self.are_kept and self.counts is None
 
     def count(self, shard: Shard) -> Tensor | None:
-        """None if this rank itself has a gradient for the shard, so that nobody need be asked; else its counter."""
+        """The counter of ranks that have a gradient for the shard; None if this rank, or every shard, has one."""
         return None if self.counts is None or self.present[shard.index] else self.counts[shard.index]
 
 
@@ -118,26 +118,26 @@ class Route(Protocol):
     """One kind of update: what state it needs and how it is applied."""
 
     def block(self, parameter: Tensor, group: Mapping[str, Any]) -> int:
-        """How many elements of a parameter share a scale in its state: it is cut between such blocks; 1 for none."""
+        """How many elements of a parameter share a scale in its state, 1 without scales; cuts are between blocks."""
 
     def complete_state(self, shard: Shard, group: dict[str, Any], state: dict[str, Any]) -> None:
         """Create what ``state`` lacks for the group's options."""
 
     def encode_state(self, shard: Shard, group: dict[str, Any], state: dict[str, Any]) -> None:
-        """Bring the moments of a loaded ``state`` into 8-bit codes, where ``block`` says that they have scales."""
+        """Turn the moments of a loaded ``state`` into 8-bit codes; for shards whose ``block`` is more than 1."""
 
     def update(self, items: Sequence[Item], context: StepContext, cache: dict[Any, Any]) -> None:
-        """One step of ``items``; what their list being the same object says is in ``kept_items``.
+        """Make one step of ``items``; ``kept_items`` says what holds while their list is the same object.
 
         ``cache`` is the route's own, kept from step to step.
         """
 
     def forget(self, cache: dict[Any, Any]) -> None:
-        """Let go of all states that ``cache`` holds: others have taken their place."""
+        """Drop all states that ``cache`` holds: others have taken their place."""
 
 
 def check_rounding(shard: Shard) -> None:
-    """Refuse rounding at random where it would depend on how a parameter is cut."""
+    """Refuse stochastic rounding where its bits would depend on how a parameter is cut."""
     if not shard.is_consecutive:
         raise ValueError(
             f"stochastic_rounding numbers elements row by row, but {shard.name} is cut otherwise; "
@@ -163,7 +163,7 @@ def make_shard(entry: Entry, index: int, start: int, stop: int, value: Tensor) -
 
 
 def attach_gradients(bucket: ParameterBucket, shards: Sequence[Shard], reduced: Tensor) -> None:
-    """Let every shard's gradient be its view of the reduced own chunk; nothing to do if it already is."""
+    """Set every shard's gradient to its view of this rank's reduced chunk, unless it is that already."""
     if shards and shards[0].gradient is not None and bucket.attached == reduced.data_ptr():
         return
     bucket.attached = reduced.data_ptr()
