@@ -2,11 +2,11 @@
 
 Newton-Schulz on an m x n matrix (m <= n) by symmetric products costs 5 (3 m^2 n + m^3) flops; moving it costs its
 bytes. Equal shapes are dealt round-robin as far as their count divides by the number of ranks: equal chunks, equal
-work, no padding. The rest is placed by ``optim_utils.balance.partition``. Placing everything by ``partition`` is
-compared, and the better one taken.
+work, no padding. The rest is placed by ``optim_utils.balance.partition``. Placing everything by ``partition`` is tried,
+too, and the better of the two results taken.
 
-Packing each backward bucket for itself is the known trap: at 8 ranks some rank gets 1.8 to 3.7 times the mean.
-Here owners are dealt over the whole model, and only then is every owner's list cut into buckets.
+Packing each bucket on its own would be uneven: at 8 ranks some rank gets 1.8 to 3.7 times the mean. So owners are dealt
+over the whole model, and only then is every owner's list cut into buckets.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from math import prod
 from optim_utils.balance import partition
 
 MEMORY_CAP = 1.1  # bytes of the fullest owner over the mean, where that can be met
-MAX_PADDING = 0.03  # of all bytes
+MAX_PADDING = 0.03  # as a share of all bytes
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def newton_schulz_flops(shape: Sequence[int]) -> int:
 
 
 def deal(matrices: Sequence[Matrix], world_size: int, num_buckets: int) -> list[list[list[int]]]:
-    """Plan indices by bucket and rank, each list in the order of ``matrices``; never an empty bucket."""
+    """Plan indices as ``[bucket][rank]`` lists, each in the order of ``matrices``; no bucket is empty."""
     owners = min(
         _round_robin(matrices, world_size), _partitioned(matrices, world_size), key=lambda o: _cost(matrices, o)
     )

@@ -1,8 +1,8 @@
 """A part of torchrun's store in which nothing is left of ranks that ran before.
 
 After a restart torchrun's agents hand out the store of the first start, with the addresses of ranks that are dead now:
-whoever reads one before its new owner has replaced it waits for nobody. So the ranks first agree on a name that has
-never been used, and make their group below it.
+a rank that reads one before its new owner has replaced it waits for a dead rank. So the ranks first agree on a name
+that has never been used, and make their group below it.
 
     rank r   writes a nonce of its own as its greeting, waits for the answer to that nonce: the name; confirms it
     rank 0   answers every greeting, old ones as well, until every rank has confirmed the new name

@@ -38,8 +38,8 @@ class AdamWRoute:
         return code_block(group, parameter)
 
     def complete_state(self, shard: Shard, group: dict[str, Any], state: dict[str, Any]) -> None:
-        """Moments in ``state_dtype``, a step count on the parameter's device, and what completes a 16-bit parameter."""
-        # a group has only those that say something
+        """Create missing moments in ``state_dtype``, a step count on the parameter's device, and master weights."""
+        # groups lack options that were left at their defaults
         options = {key: group.get(key) for key in ("amsgrad", "state_dtype", "master_weights")}
         init_state(shard.like.detach(), options, state, whole=shard.parameter)
 
@@ -51,15 +51,15 @@ class AdamWRoute:
 
     def update(self, items: Sequence[Item], context: StepContext, cache: dict[Any, Any]) -> None:
         if "repeated" in cache and not cache["repeated"].is_for(items):
-            del cache["repeated"]  # and with it states that may be gone
+            del cache["repeated"]  # it holds states that may have been replaced
         if context.may_repeat:
-            # what has come twice will come again
+            # a list that has come twice will come again
             if "repeated" not in cache and cache.get("latest") is items:
                 cache["repeated"] = RepeatedAdamW(items)
             if "repeated" in cache:
                 cache["repeated"].run(context)
                 return
-        # a call has one kind of rounding, and amsgrad has a tensor more
+        # a call takes one kind of rounding, and AMSGrad needs one more tensor
         calls: dict[tuple[bool, bool, int], list[Item]] = {}
         for item in items:
             key = update_options(item.group)
@@ -70,7 +70,7 @@ class AdamWRoute:
         plans = cache["plans"] = {key: former.get(key) or AdamWPlan() for key in calls}
         for key, chosen in calls.items():
             self._update(chosen, context, *key, plans[key])
-        # plain torch has nothing to repeat
+        # plain torch makes no launches that could be repeated
         has_launches = all(plan.num_launches for plan in plans.values())
         cache["latest"] = items if context.are_kept and has_launches else None
 
@@ -111,12 +111,13 @@ class TritonDistAdamW(DistOptimizer):
 
     Args:
         params: parameters, ``(name, parameter)`` pairs or group dicts.
-        state_dtype: of the moments: None (the parameter's), one dtype, a pair (first, second), or ``"int8"`` for 8-bit
-            codes (of parameters in buckets; under 4096 elements, or not in row-major order, they have fp32 moments).
-            To be chosen when the optimizer is built, for which parameters are then cut between blocks of 256 elements.
+        state_dtype: dtype of the moments: None (the parameter's), one dtype, a pair (first, second), or ``"int8"`` for
+            8-bit codes, which DTensors cannot have. With ``"int8"``, parameters under 4096 elements, or not in
+            row-major order, have fp32 moments. Choose it when the optimizer is built, as it cuts such parameters
+            between blocks of 256 elements.
         master_weights: for 16-bit parameters: ``"fp32"`` keeps an fp32 copy, ``"split16"`` (bf16) the missing 16 bits,
-            where the parameter is updated. The copy follows what others write to the parameter between steps, though
-            not by way of ``param.data``.
+            on the rank that updates the parameter. The copy follows what others write to the parameter between steps,
+            except through ``param.data``.
         stochastic_rounding: round bf16 parameters and moments at random; bits depend on ``seed``, step, parameter and
             element, so that results are the same on any number of ranks.
         options: what every optimizer of this package accepts; see ``optim_dist.Options``.
@@ -148,7 +149,7 @@ class TritonDistAdamW(DistOptimizer):
             "amsgrad": amsgrad,
             "maximize": maximize,
         }
-        # only where they say something: groups then have the keys of torch's AdamW, whose checkpoints load into them
+        # without options that are None: groups then have the keys of torch's AdamW, whose checkpoints load into them
         storage: dict[str, Any] = {"state_dtype": state_dtype, "master_weights": master_weights}
         if stochastic_rounding:
             storage |= {"stochastic_rounding": True, "seed": seed}
@@ -203,5 +204,5 @@ def check_adamw(group: dict[str, Any]) -> None:
 
 
 def _is_number(value: object) -> bool:
-    """Not a text, as ``1e-3`` is one in a YAML file."""
+    """Whether it is a number, not a string, as which YAML reads ``1e-3``."""
     return isinstance(value, Real | Tensor)

@@ -47,7 +47,7 @@ Result = TypeVar("Result")
 
 _logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"step-(\d{9,})")  # of a save; copies that have others are the user's
+_NAME = re.compile(r"step-(\d{9,})")  # of folders that are ours; copies under other names are the user's
 
 
 class Run:
@@ -77,7 +77,7 @@ class Run:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         if not isinstance(async_, bool):
             raise ValueError(f"async_ must be True or False, got {async_!r}")
-        # the loop may change the directory that a relative path begins in
+        # the loop may change the working directory
         self.directory = Path(directory).absolute()
         self.every, self.keep, self.poll, self.async_ = int(every), int(keep), int(poll), async_
         self.copies = int(copies)
@@ -91,12 +91,12 @@ class Run:
     def steps(self, model: nn.Module | None, optimizer: DistOptimizer, total: int) -> Iterator[int]:
         """The numbers of the steps that are left of ``total``, after model, optimizer and ``extra`` have been loaded.
 
-        A step is over when the next number is asked for, and saved then if it is its turn. Collective: every rank goes
+        A step is over when the next number is asked for; if a save is due, it is made then. Collective: every rank goes
         through all numbers. The last save is complete when there is no number left.
 
         Raises:
-            CheckpointError: if the newest complete checkpoint does not fit model and optimizer, or is damaged, if none
-                is complete of those that there are, or if a disk does not answer.
+            CheckpointError: if the newest complete checkpoint does not fit model and optimizer, or is damaged, if there
+                are checkpoints but none is complete, or if a disk does not answer.
             RuntimeError: if ranks were given different numbers.
         """
         given = {name: str(getattr(self, name)) for name in ("every", "keep", "poll", "async_", "copies")}
@@ -112,7 +112,7 @@ class Run:
         self.wait()
 
     def wait(self) -> None:
-        """Return when the last save is complete, which raises what has failed in it; ``run`` does so at its end."""
+        """Wait until the last save is complete, and raise what has failed in it; ``run`` does so at its end."""
         if self._saving is not None:
             self._saving.wait()
 
@@ -144,9 +144,9 @@ class Run:
         return int(saved["step"])
 
     def _newest_complete(self, communicator: Communicator) -> Path | None:
-        """The newest checkpoint of which all ranks together have every file, at most as new as the one called latest.
+        """The newest checkpoint of which all ranks together have every file, not newer than ``latest`` says.
 
-        The newest of all, whose load says what is missing, if none is complete; None if there is none.
+        If none is complete, the newest of all: loading it says what is missing. None if there is none.
         """
         failed = f"training was not resumed from {self.directory}"
         newest: Path | None = None
@@ -172,16 +172,16 @@ class Run:
     def _save(self, model: nn.Module | None, optimizer: DistOptimizer) -> None:
         folder, communicator = self.directory / f"step-{self.done:09d}", optimizer.communicator
         with raised_together(communicator, f"{folder} of an earlier start was not removed"):
-            remove(folder)  # of a run that was killed before it could make this its newest checkpoint
+            remove(folder)  # left by a run that was killed before this became its newest checkpoint
 
         def old(found: list[Path]) -> list[Path]:
-            # those of later steps are of a run that was taken back to an earlier one, and of no use to count
+            # later steps are of a run that has gone back to an earlier checkpoint: they do not count among the newest
             own = [f for f in found if _NAME.fullmatch(f.name) and _by_age(f.name) <= _by_age(folder.name)]
             return sorted(own, key=lambda f: _by_age(f.name))[: -self.keep]
 
         extra = {"step": self.done, "extra": self.extra}
         options = {"async_": self.async_}
-        # hosts that are left when others have gone are to go on
+        # may_be_fewer: hosts that are left when others have gone go on with fewer copies
         self._saving = save(
             folder,
             model,
@@ -199,7 +199,7 @@ class Run:
 
 
 def _by_age(name: str) -> tuple[int, str]:
-    """Sorts names by their steps, behind all that have none: as texts they would be in another order after 9 digits."""
+    """Sort key: the step in a name, -1 without one; as texts, steps of more than 9 digits would be out of order."""
     step = _NAME.fullmatch(name)
     return int(step[1]) if step else -1, name
 
@@ -224,8 +224,8 @@ def run(
         keep: how many of the newest checkpoints stay.
         poll: steps between two looks at whether any rank has received SIGTERM; a look waits for the device.
         async_: save in the background, while training goes on. All saves are complete when this returns.
-        copies: on how many hosts each rank's file is to be, if they share no disk: with 2 training goes on from the
-            last save without any one of them. Fewer, with a warning, as long as there are fewer hosts.
+        copies: how many hosts have each rank's file, if hosts share no disk: with 2, any one of them may be lost, and
+            training goes on from the last save. While there are fewer hosts there are fewer copies, with a warning.
         timeout: seconds after which a collective, the first one included, is given up.
 
     A process group that exists already is used and left as it is. Without one, and without torchrun, there is one rank.
@@ -239,7 +239,7 @@ def run(
 
 @contextmanager
 def _process_group(timeout: float) -> Iterator[None]:
-    """A group by torchrun's variables, with this rank's device: NCCL beside gloo where there are GPUs."""
+    """A process group from torchrun's variables, bound to this rank's device: NCCL beside gloo if there are GPUs."""
     if dist.is_initialized() or "WORLD_SIZE" not in os.environ:
         yield
         return
@@ -257,9 +257,9 @@ def _process_group(timeout: float) -> Iterator[None]:
     store = fresh_store(store, rank, world_size, limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
     yield
-    # Not after an error: that might wait for a rank that is gone, and the process ends anyway.
-    # A thread of gloo may still hold tensors of the last collective. It takes Python's lock to let go of them, and
-    # aborts a process that ends meanwhile, if something else keeps the group (torch 2.13): leave it the lock for a
-    # moment.
+    # Not in a finally: after an error this might wait for a rank that is gone, and the process ends anyway.
+    # A thread of gloo may still hold tensors of the last collective, and needs the GIL to release them. If something
+    # else keeps the group alive and the process ends meanwhile, that thread aborts it (torch 2.13): sleeping leaves it
+    # the GIL for a moment.
     time.sleep(0.1)
     dist.destroy_process_group()

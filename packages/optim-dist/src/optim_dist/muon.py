@@ -49,7 +49,7 @@ class MuonRoute:
         }
         if context.may_repeat and cache.get("latest") is items and planner.again(**scalars):
             return
-        # by the hyperparameters that a parameter takes, which its multipliers make others than its group's
+        # keyed by ``id`` of the group: a parameter with multipliers has another copy of its group
         by_group: dict[int, tuple[dict[str, Any], list[MuonEntry]]] = {}
         for item in items:
             if not is_missing(item, context):
@@ -62,7 +62,7 @@ class MuonRoute:
     def forget(self, cache: dict[Any, Any]) -> None:
         cache.pop("latest", None)
         if "planner" in cache:
-            # it keeps what graphs of the caller's read
+            # the planner itself stays: it keeps memory that CUDA graphs of the caller read
             cache["planner"].forget()
 
 
@@ -82,17 +82,18 @@ class TritonDistMuon(DistOptimizer):
 
     Args:
         params: matrices ``[..., m, n]``, ``(name, parameter)`` pairs or group dicts; a group may hold mixed shapes.
-        variant: a name of ``optim_kernels.VARIANTS``; by default ``"nanochat-2025"``, or ``"nanochat-2026-01"`` once
-            ``beta2`` is given. Given here it leaves the arguments of this signature at their defaults (``lr``,
-            ``momentum``, ``weight_decay``, ...). A group may name another, and any single option; what it leaves out is
-            its variant's, these too, unless the constructor was told otherwise: an ``lr`` that is not the default, say.
+        variant: a name of ``optim_kernels.VARIANTS``; by default ``"nanochat-2025"``, or ``"nanochat-2026-01"`` if
+            ``beta2`` is given. It does not change the defaults of this signature (``lr``, ``momentum``,
+            ``weight_decay``, ...). A group may name another variant, and any single option. What such a group leaves
+            out is taken from its variant, options of this signature included, unless the constructor was given another
+            value than the default (an ``lr``, say).
         lr, momentum, nesterov, ns_steps, beta2, weight_decay, maximize: as in ``optim_kernels.TritonMuon``.
         options: what every optimizer of this package accepts; see ``optim_dist.Options``.
     """
 
     _routes: ClassVar[Mapping[RouteName, Route]] = {"muon": MuonRoute()}
 
-    _beta2: float | None = None  # as it was given; the defaults may have the variant's
+    _beta2: float | None = None  # the constructor's argument; ``defaults`` may have the variant's
 
     def __init__(
         self,
@@ -142,7 +143,7 @@ class TritonDistMuon(DistOptimizer):
 
 
 def muon_options(variant: str) -> dict[str, Any]:
-    """A variant's options; a matrix without a gradient on any rank is skipped unless a group says otherwise."""
+    """A variant's options, with ``missing_grad="skip"`` in place of ``"raise"``, which only a group may ask for."""
     options = variant_options(variant)
     if options["missing_grad"] == "raise":
         options["missing_grad"] = "skip"
@@ -164,7 +165,7 @@ def muon_views(group: dict[str, Any]) -> list[MatrixView]:
 
 
 def is_missing(item: Item, context: StepContext) -> bool:
-    """Whether no rank has a gradient for the matrix and the group does not take that for zeros.
+    """Whether no rank has a gradient for the matrix and the group does not take a missing gradient for zeros.
 
     Reads a counter on the host, which waits for the device, but only if this rank itself has no gradient.
     """

@@ -28,10 +28,10 @@ class TritonDistMuonAdamW(DistOptimizer):
     """Groups with ``kind="muon"`` or ``kind="adamw"``, each with the options of its route.
 
     Args:
-        param_groups: dicts with ``kind`` and ``params``; what they leave out has the defaults of
-            ``optim_kernels.TritonMuonAdamW``, what they add is kept.
-        variant: of Muon groups that name none; a name of ``optim_kernels.VARIANTS``.
-        maximize: climb instead of descend, in groups that do not say.
+        param_groups: dicts with ``kind`` and ``params``. Options that they leave out have the defaults of
+            ``optim_kernels.TritonMuonAdamW``; keys that they add are kept.
+        variant: the variant of Muon groups that name none; a name of ``optim_kernels.VARIANTS``.
+        maximize: climb instead of descend, in groups without this option.
         options: what every optimizer of this package accepts; see ``optim_dist.Options``.
     """
 

@@ -5,10 +5,11 @@
     exact   one all-to-all of the same bytes, then the W contributions are added here, in rank order, in fp32, and
             rounded once. Bitwise what one process gets that sums W gradients in that order, at any W and bucket size.
 
-Neither divides by W: the factor is folded into the update, which reads the gradient anyway. Only a sum in fp16, which
-ends at 65504, is an average already: ``rs`` divides what it sends, ``exact`` the fp32 sum before it is rounded.
+Neither divides by W: the factor is folded into the update, which reads the gradient anyway. Only sums in fp16, which
+overflow at 65504, are averages already: ``rs`` divides gradients before it sends them, ``exact`` the fp32 sum before it
+is rounded.
 
-Gradients of FSDP2 are summed by FSDP2. ``for_fsdp()`` lets it do so as ``exact`` does.
+FSDP2 sums its gradients itself; with ``for_fsdp()`` it does so as ``exact`` does.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ from optim_kernels.functional import sum_slices
 
 
 class Reducer(Protocol):
-    """``launch`` in plan order on every rank; ``finish`` gives the own chunk's sum and may be called any time later."""
+    """Every rank calls ``launch`` in plan order; ``finish``, at any time later, returns the sum of its own chunk."""
 
     communicator: Communicator
 
     def connect(self, buckets: Sequence[ParameterBucket]) -> None:
         """Run each collective of these buckets once, on other memory. Collective.
 
-        NCCL connects at the first use of an algorithm, which may depend on the size, and waits for all ranks on the
-        host meanwhile: under backward those that lack a gradient would not be there.
+        NCCL connects ranks when it first uses an algorithm, which may depend on the size, and the host waits for all
+        ranks meanwhile: under backward, ranks that lack a gradient would not come.
         """
 
     @property
     def starts_alone(self) -> bool:
-        """Whether to launch, once there is room, waits for no other rank."""
+        """Whether ``launch`` waits for no other rank, once there is room."""
 
     def is_ready(self, bucket: ParameterBucket) -> bool:
-        """Whether the bucket can be launched without waiting, on host or stream, for other ranks' earlier ones."""
+        """Whether ``launch`` would not wait, on the host or in the stream, for other ranks' earlier launches."""
 
     def launch(self, bucket: Contribution) -> None: ...
 
@@ -69,7 +70,7 @@ class ReduceScatter:
         return not self.communicator.waits_on_host
 
     def is_ready(self, bucket: ParameterBucket) -> bool:
-        # ranks that lack a gradient come at step(), or never, if the batch is dropped
+        # else it would wait under backward for ranks that lack a gradient: till step(), or for ever in a dropped batch
         return self.starts_alone
 
     def launch(self, bucket: Contribution) -> None:
@@ -88,7 +89,7 @@ class Exact:
     ``in_pairs``: neighbours first, see ``_reduction.tree``.
     """
 
-    _num_scratch = 2  # buckets of contributions that there are at most
+    _num_scratch = 2  # how many buckets' received contributions there is memory for
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class Exact:
         return True
 
     def is_ready(self, bucket: ParameterBucket) -> bool:
-        # others come at step(): to add up here what frees scratch would wait for all ranks
+        # to free scratch an earlier bucket must be summed, which waits for all ranks, and some come only at step()
         return bool(self._free[bucket.values.device, bucket.plan.wire_dtype])
 
     def launch(self, bucket: Contribution) -> None:
@@ -150,7 +151,7 @@ class Exact:
         return bucket.sums
 
     def _sums(self, bucket: Contribution) -> Tensor:
-        """Where the sum of the own chunk goes: in place of the gradients, if it has their dtype."""
+        """Memory for the sum of the own chunk: the gradients' own, if the sum has their dtype."""
         dtype = self._dtype_of_sums(bucket)
         if dtype == bucket.gradients.dtype:
             bucket.sums = bucket.own(bucket.gradients)
@@ -171,9 +172,9 @@ class Exact:
 
 
 class ExactOfPeers(Exact):
-    """``exact`` between ranks that see each other's memory, in which every bucket has room for others' contributions.
+    """``exact`` between ranks that see each other's memory; each bucket has its own room for others' contributions.
 
-    So no copy waits for a sum, nor a sum for another bucket.
+    So no copy waits for another bucket's sum, and no sum for another bucket's copy.
     """
 
     def _make_scratch(self, buckets: Sequence[ParameterBucket]) -> None:
@@ -186,13 +187,14 @@ class ExactOfPeers(Exact):
         }
         for room in self._rooms.values():
             self._peers.keep(room)
-        self._added: dict[object, Waitable] = {}  # what has read the bucket's room
+        self._added: dict[object, Waitable] = {}  # keyed by bucket: the sum that has read its room
 
     def launch(self, bucket: Contribution) -> None:
         wire = _on_the_wire(bucket, self.reduce_dtype)
         bucket.divided = self._dtype_of_sums(bucket) == torch.float16
         added = self._added.get(bucket)
-        # else the current stream has just written what is sent, or may still use memory that nothing has come to yet
+        # otherwise the copy waits for the current stream: it has just written the wire, or it may still use the memory
+        # that a new room was allocated from
         full = bucket.full if wire is bucket.gradients and added is not None else None
         bucket.received = self._rooms[bucket]
         bucket.work = self._peers.collect(wire, bucket.received, added, full)
@@ -209,9 +211,9 @@ class ExactOfPeers(Exact):
 
 
 class ExactReduceScatter:
-    """``exact`` in the place of FSDP2's reduce-scatter: torch asks its ``ReduceScatter`` for these two methods.
+    """``exact`` in place of FSDP2's reduce-scatter; torch's ``ReduceScatter`` interface has these two methods.
 
-    It keeps nothing from call to call, so that modules may share one.
+    It keeps nothing between calls, so that modules may share one.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -228,12 +230,12 @@ class ExactReduceScatter:
     ) -> None:
         """Fill ``output_tensor [C]`` with this rank's chunk of the sum of all ``input_tensor [W * C]``, times a factor.
 
-        The current stream, which FSDP2 has for it, waits for the contributions and adds them up.
+        The current stream, which FSDP2 has chosen for this, waits for the contributions and adds them up.
         """
         if async_op:
             raise ValueError("async_op=True: what follows the exchange runs in the current stream; leave it out")
         if input_tensor.is_complex():
-            # sums, and multiples by real factors, of the real and the imaginary parts
+            # real and imaginary parts can be summed, and multiplied by real factors, one by one
             output_tensor, input_tensor = (torch.view_as_real(x).view(-1) for x in (output_tensor, input_tensor))
         factor = _factor(op)
         communicator = Communicator(group, input_tensor.device)
@@ -249,11 +251,11 @@ class ExactReduceScatter:
 
 
 def for_fsdp(reducer: Literal["exact"] = "exact") -> Any:
-    """What ``FSDPModule.set_custom_reduce_scatter`` takes, for gradients of FSDP2 that are summed as ``exact`` does.
+    """An argument for ``FSDPModule.set_custom_reduce_scatter``: FSDP2 then sums gradients as ``exact`` does.
 
-    In rank order, in fp32 (fp64 for fp64), averaged or scaled there as FSDP2 asks for it, and rounded once to the dtype
-    in which FSDP2 reduces: bitwise what one process gets, whatever the backend. Between the replicas of HSDP FSDP2 has
-    an all-reduce of its own, whose order is still the backend's.
+    Sums are in rank order, in fp32 (fp64 for fp64), averaged or scaled as FSDP2 asks for it, and rounded once to the
+    dtype in which FSDP2 reduces: bitwise what one process gets, whatever the backend. HSDP's all-reduce between
+    replicas is still FSDP2's own, in the backend's order.
 
     Raises:
         ValueError: for another reducer; ``"rs"`` is what FSDP2 does without this.
@@ -272,21 +274,21 @@ def _factor(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> float | Tensor | Non
     if op == dist.ReduceOp.AVG:
         return None
     if op == dist.ReduceOp.PREMUL_SUM and isinstance(op, dist.ReduceOp):
-        # said to pickle alone
+        # torch tells the factor only when the operation is pickled
         _, factor = cast("tuple[object, float | Tensor]", op.__getstate__())
         return factor
     raise ValueError(f"op must be SUM, AVG or PREMUL_SUM, which FSDP2 asks for, got {op}")
 
 
 def _like_wires(buckets: Sequence[ParameterBucket]) -> Iterator[Tensor]:
-    """Zeros of every kind and size that travels."""
+    """Zeros of every device, dtype and size in which these buckets travel."""
     kinds = ((bucket.values.device, bucket.plan.wire_dtype, bucket.plan.numel) for bucket in buckets)
     for device, wire_dtype, numel in dict.fromkeys(kinds):
         yield torch.zeros(numel, dtype=wire_dtype, device=device)
 
 
 def _on_the_wire(bucket: Contribution, dtype: torch.dtype | None, factor: float = 1.0) -> Tensor:
-    """The bucket's gradients times ``factor`` in the dtype that travels; copied if that is not their own."""
+    """The bucket's gradients times ``factor`` in the dtype of the wire: in place, or copied if that is another."""
     if dtype is None or dtype == bucket.gradients.dtype:
         return bucket.gradients if factor == 1.0 else bucket.gradients.mul_(factor)
     assert bucket.wire is not None, "who makes a contribution makes what is sent of it"
