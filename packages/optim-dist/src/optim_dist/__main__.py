@@ -63,9 +63,9 @@ MODELS = {
 def plan_of(
     model: str, world_size: int, mode: str, dtype: torch.dtype, state_dtype: str | None = None, **options: Any
 ) -> Plan:
-    """The plan of a known model: with ``mode="muon"`` the matrices of its layers go to Muon; with options of plans.
+    """The plan of a model in ``MODELS``; with ``mode="muon"`` the matrices of its layers go to Muon.
 
-    ``state_dtype`` is of AdamW's moments.
+    ``state_dtype`` is that of AdamW's moments; ``options`` are those of ``make_plan``.
     """
     shapes = MODELS[model]()
     inside = [name for name, shape in shapes.items() if len(shape) == 2 and name.startswith(("h.", "layers."))]
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         print(json.dumps(data) if options.json else plan_text(plan, data), flush=True)
     except BrokenPipeError:
-        # who reads, such as `head`, has enough: what Python would still flush at its end goes nowhere
+        # the reader, `head` for example, has closed the pipe: what Python still flushes at its end goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -6,7 +6,7 @@ view of the same elements of both. Reductions and gathers run in place, so nothi
 An in-place reduction destroys the local sums. Adding to them afterwards would be silently wrong, so every gradient
 view has a version counter of its own (autograd's), noted when the bucket is reduced:
 
-    counter unchanged             the gradient is the reduced one, nobody has written since
+    counter unchanged             the gradient is the reduced one; nobody has written to it since
     counter + 1 in the hook       autograd added to a reduced gradient: an error
     counter + 2 or more           somebody zeroed it first (``zero_grad(set_to_none=False)``): a fresh gradient
 """
@@ -41,21 +41,21 @@ _REMEDY = (
 
 @dataclass(eq=False, kw_only=True)
 class ResidentMember(Member):
-    """``gradient`` is the view that ``.grad`` is while a gradient is in the bucket."""
+    """A member whose ``.grad`` is the view ``gradient`` while its gradient is in the bucket."""
 
     gradient: Tensor
     place: int = -1  # in the bucket
-    arrivals: int = 0  # backward passes since the last step that may reduce
+    arrivals: int = 0  # backward passes since the last step, without those that only accumulate
 
 
 @dataclass(eq=False, kw_only=True)
 class Bucket(Contribution, ParameterBucket):
-    """Storages, members and what is in flight; it owns every buffer of a collective until that has been waited for."""
+    """Storages, members and collectives in flight; it owns a collective's buffers until that has been waited for."""
 
     members: Sequence[ResidentMember]
     launched: bool = False
     missing: int = 0  # members whose last gradient of this step has not arrived
-    _full_versions: list[int] | None = None  # the gradients' when the bucket was full, if that was noted
+    _full_versions: list[int] | None = None  # versions of the gradients when the bucket was noted as full
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,7 +85,7 @@ class Bucket(Contribution, ParameterBucket):
 
     @torch.no_grad()
     def collect_gradients(self) -> list[Tensor]:
-        """Bring every gradient into the bucket: strays, which are returned, are copied in, missing ones are zeros."""
+        """Bring every gradient into the bucket: copy strays in and return them, fill missing ones with zeros."""
         if self._all_in_place():
             self.present = [True] * len(self.members)
             return []
@@ -107,19 +107,19 @@ class Bucket(Contribution, ParameterBucket):
         return strays
 
     def note_full(self) -> None:
-        """All gradients of this step are in the bucket: what reads them need not wait for what comes later."""
+        """Note that all of this step's gradients are in the bucket: readers need not wait for later work."""
         self._full_versions = [gradient._version for gradient in self._gradients]
         if self.gradients.is_cuda:
             current = torch.cuda.current_stream(self.gradients.device)
             self.full = current.record_event(self.full)
 
     def forget_full(self) -> None:
-        """What reads the gradients waits for all that the current stream does."""
+        """Undo ``note_full``: readers of the gradients wait for all work of the current stream."""
         self._full_versions = self.full = None
 
     @property
     def is_as_noted(self) -> bool:
-        """Whether the bucket's being full was noted, and nobody has changed a gradient since."""
+        """Whether the bucket was noted as full, and nobody has changed a gradient since."""
         return (
             self._full_versions is not None
             and self._all_in_place()
@@ -134,7 +134,7 @@ class Bucket(Contribution, ParameterBucket):
         return all(map(is_, map(_grad, self._parameters), self._gradients))
 
     def _renew_moved(self) -> None:
-        """Make views anew that have left the bucket by ``.data = ...``: what they are now is as if it was assigned."""
+        """Replace views that ``.data = ...`` has moved out of the bucket; what they hold counts as assigned."""
         if list(map(Tensor.data_ptr, self._gradients)) == self._gradient_addresses:
             return
         for slot, member, address in zip(self.plan.slots, self.members, self._gradient_addresses):
@@ -165,7 +165,7 @@ class Bucket(Contribution, ParameterBucket):
                 member.parameter.grad = None
 
     def release(self) -> None:
-        if self.launched:  # by a step that was not made: what is reduced is no gradient of this rank
+        if self.launched:  # for a step that was not made: sums are no gradients of this rank
             self.drop_gradients()
         for member in self.members:
             if member.parameter.grad is member.gradient:

@@ -1,13 +1,13 @@
 """Checkpoints that load at any number of ranks, and of which every byte is checked before any is used.
 
-    save   each rank writes what it owns, the first one the rest and a manifest; all into a hidden folder that gets its
-           name only when everything is on the disk, so that a crash leaves the previous checkpoint whole; what a
-           killed save leaves is removed by the next one to the same path. ``async_=True`` copies, and writes while
-           training goes on. Where ranks do not share a disk each host has what its ranks wrote, and with ``copies=n``
-           what those of n - 1 others did
-    load   names, shapes, dtypes, routes, sizes and digests first, all problems in one error on every rank; then the
-           files, each read by one rank that has it, and of what is damaged another copy; then, a little at a time,
-           if ranks or plan differ, exchanges by ``optim_redist``
+    save   each rank writes what it owns, the first one also the rest and a manifest. All goes into a hidden folder
+           that gets its name only when everything is on the disk, so that a crash leaves the previous checkpoint
+           whole; the next save to the same path removes what a killed one has left. With ``async_=True`` everything
+           is copied, and written while training goes on. Where hosts do not share a disk each has what its ranks
+           wrote, and with ``copies=n`` also what the ranks of n - 1 other hosts wrote
+    load   first names, shapes, dtypes, routes, sizes and digests are checked, with all problems in one error on every
+           rank; then each file is read by one rank that has it, or another copy if that is damaged; then, if ranks or
+           plan differ, ``optim_redist`` exchanges the state, a little at a time
 
 Nothing is unpickled beyond tensors and plain values (``weights_only=True``).
 """
@@ -61,7 +61,7 @@ Found = TypeVar("Found")
 # Files of a checkpoint that a rank checks at the same time, a thread each.
 NUM_VERIFIED = 4
 
-# What the system says of names behind which there is no file.
+# Errors of the system for names behind which there is no file.
 _NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 
@@ -123,15 +123,15 @@ def save(
             going on. The next ``save`` or ``load`` waits for it.
         keep: how many of the newest checkpoints in the directory of ``path`` stay, this one included, once it is
             complete; None keeps all. Other folders stay in any case.
-        copies: on how many hosts each rank's file is to be, where ``path`` is a folder of each host's own: with 2 the
-            checkpoint is whole without any one of them.
+        copies: how many hosts have each rank's file, where ``path`` is a folder of each host's own: with 2 the
+            checkpoint stays whole if any one of them is lost.
 
     Raises:
-        RuntimeError: on every rank: if ``path`` exists or does not end alike for all, if ranks give models with other
-            names, if gradients in buckets are being accumulated or reduced, if ``load`` could not read ``extra``, a
-            group or the rest of the model again, if a rank could not write, if there are not as many folders as
-            ``copies``, or if an earlier save in the background has failed and nobody has waited for it. With ``async_``
-            the ``Saving`` says what could not be written.
+        RuntimeError: on every rank: if ``path`` exists or its last part differs between ranks, if ranks give models
+            with different names, if gradients in buckets are being accumulated or reduced, if ``load`` could not read
+            ``extra``, a group or the rest of the model again, if a rank could not write, if there are fewer folders
+            than ``copies``, or if an earlier save in the background has failed and nobody has waited for it. With
+            ``async_`` the ``Saving`` says what could not be written.
     """
     _check_arguments(path, model, opt)
     faults = []
@@ -169,7 +169,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     common: dict[str, Any] = {}
     saved: list[SavedParameter] = []
     cause: Exception | None = None
-    opt.wait()  # what is on its way would overwrite what is loaded
+    opt.wait()  # gathers in flight would overwrite what is loaded
     found = survey(folder, communicator)
     manifest, problems = found.manifest, [*found.problems]
     damaged: dict[str, list[str]] = {}
@@ -189,10 +189,10 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
             if found.common_readers:
                 common = _read(folder, manifests.COMMON, sent=sent)
                 problems += compare_rest(common["model"], rest)
-                # those of version 0.3 have no members
+                # checkpoints of version 0.3 have no members
                 problems += compare_groups(common["groups"], common.get("members", {}), opt, specs)
             for saved_rank in (number for number, reader in enumerate(found.readers) if reader == communicator.rank):
-                # not into memory, where there may be room for this rank's part of it alone
+                # mapped, not read into memory, which may have room only for this rank's part
                 contents[saved_rank] = _read(folder, manifests.rank_file(saved_rank), mmap=True)
                 problems += _compare_contents(contents[saved_rank], saved_rank, manifest)
             if not problems:
@@ -222,7 +222,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
             restoring.end_batch(batch)
         restoring.finish()
         load_rest(model, rest, common["model"])
-        communicator.barrier()  # nobody goes on with what others have not loaded
+        communicator.barrier()  # no rank goes on before all have loaded
     return common["extra"]
 
 
@@ -235,7 +235,7 @@ def from_nanochat(
         files: of all ranks of one save, in any order if names have the rank (``optim_000100_rank3.pt``), else in order
             of ranks.
         groups: ``param_groups`` of the optimizer that is to load the state, in the order in which nanochat lists them.
-        index: which optimizer, where files list several, as those of before February 2026 do.
+        index: which optimizer, where files list several, as files from before February 2026 do.
 
     Raises:
         CheckpointError: with everything that does not fit.
@@ -247,8 +247,8 @@ def from_nanochat(
 def load_nanochat(files: Iterable[Path_], opt: DistOptimizer, *, index: int | None = None) -> None:
     """Bring an optimizer to the state in nanochat's files, whatever the numbers of ranks then and now; collective.
 
-    Groups are listed, and take over hyperparameters, as by ``load_state_dict``; parameters stay as they are: load
-    nanochat's model file into the model before. Arguments are those of ``from_nanochat``.
+    As with ``load_state_dict`` groups come in the saved order and take over hyperparameters. Parameters stay as they
+    are: load nanochat's model file into the model before. Arguments are those of ``from_nanochat``.
 
     Raises:
         CheckpointError: on every rank, before anything has changed, with everything that does not fit.
@@ -280,10 +280,10 @@ def load_nanochat(files: Iterable[Path_], opt: DistOptimizer, *, index: int | No
 def latest(directory: Path_) -> Path | None:
     """The newest complete checkpoint in ``directory``: the one that ``save`` finished last; None if there is none.
 
-    Of hosts with disks of their own each knows its own: let one choose the name for all.
+    A host with a disk of its own knows only its own checkpoints: let one rank choose the name for all.
 
     Raises:
-        OSError: if a disk does not answer: what it does not show may be there all the same.
+        OSError: if a disk does not answer: there may be a checkpoint all the same.
     """
     folder = Path(directory)
     named = _if_there(lambda: folder / (folder / LATEST).read_text(errors="replace").strip())
@@ -293,14 +293,14 @@ def latest(directory: Path_) -> Path | None:
     others = _if_there(lambda: [other for other in folder.iterdir() if not other.name.startswith(".")]) or []
     complete: dict[Path, int] = {}
     for other in others:
-        with suppress(PermissionError):  # it is somebody else's
+        with suppress(PermissionError):  # the folder is somebody else's
             if (written := _written_at(other)) is not None:
                 complete[other] = written
     return max(complete, key=lambda other: complete[other], default=None)
 
 
 def _check_arguments(path: object, model: object, opt: object) -> None:
-    """Refuse what every rank gets wrong alike, by the name of the argument."""
+    """Refuse arguments of a wrong type, by name; all ranks are expected to give the same."""
     if path is None:
         raise TypeError("path must be that of a checkpoint, got None, which latest() gives where there is none yet")
     if model is not None and not isinstance(model, nn.Module):
@@ -318,10 +318,13 @@ def _written_at(folder: Path) -> int | None:
 
 
 def _if_there(look: Callable[[], Found]) -> Found | None:
-    """What ``look`` finds, or None; not by ``is_file``, which in Python 3.14 is False for what cannot be looked at."""
+    """What ``look`` finds; None if there is no such file.
+
+    ``is_file`` would not do: in Python 3.14 it is False also for files that cannot be looked at.
+    """
     try:
         return look()
-    except ValueError:  # of a name that none can have
+    except ValueError:  # for a name that no file can have
         return None
     except OSError as error:
         if error.errno in _NOT_THERE:
@@ -330,14 +333,14 @@ def _if_there(look: Callable[[], Found]) -> Found | None:
 
 
 def _damaged(folder: Path, names: Sequence[str], manifest: Manifest) -> dict[str, list[str]]:
-    """What is wrong with files, by name, where anything is."""
+    """What is wrong with damaged files, keyed by name."""
     with ThreadPoolExecutor(NUM_VERIFIED) as pool:
         found = pool.map(lambda name: manifests.verify_file(folder, name, manifest), names)
         return {name: faults for name, faults in zip(names, found) if faults}
 
 
 def _read(folder: Path, name: str, *, sent: io.BytesIO | None = None, mmap: bool = False) -> Any:
-    """The content of a file, or of ``sent``, if another rank has sent it; with ``mmap`` it takes no memory."""
+    """The content of a file, or of ``sent`` if another rank has sent it; with ``mmap`` it is not read into memory."""
     try:
         return torch.load(sent or folder / name, map_location="cpu", weights_only=True, mmap=mmap)
     except (OSError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
@@ -345,7 +348,7 @@ def _read(folder: Path, name: str, *, sent: io.BytesIO | None = None, mmap: bool
 
 
 def _compare_contents(content: dict[str, dict[str, Tensor]], saved_rank: int, manifest: Manifest) -> list[str]:
-    """Whether a rank's file holds what the manifest says, element for element."""
+    """Where tensors in a rank's file have another shape or dtype than the manifest says; empty if none has."""
     problems = []
     for stream in streams(manifest.parameters, [0] * manifest.world_size):
         for name, part in stream.own("before", 0):

@@ -1,9 +1,9 @@
-"""Clipping by the global norm over ranks and optimizers, without a pass over the gradients.
+"""Clipping by the global norm over ranks and optimizers, without a pass that scales the gradients.
 
     factor = min(1, max_norm / (norm + 1e-6))
 
-stays on the device and is read by the next ``step()``; ``.grad`` in memory is not scaled. Of several before one step
-the smallest counts; each call returns the norm of unscaled gradients.
+stays on the device and is read by the next ``step()``; ``.grad`` in memory is not scaled. Of several factors before one
+step the smallest counts; each call returns the norm of unscaled gradients.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def clip_grad_norm_(
     """The norm of all gradients together; the next ``step()`` of their optimizers scales them to ``max_norm``.
 
     Args:
-        optimizer_or_parameters: optimizers of this package, or all parameters of some of them, which are looked up;
-            frozen ones that have no gradient may be left out.
+        optimizer_or_parameters: optimizers of this package, or all parameters of one or more optimizers, which are then
+            looked up; frozen parameters that have no gradient may be left out.
         error_if_nonfinite: raise if the norm is NaN or infinite; this waits for the device.
         foreach: torch's argument; it has no effect.
 
@@ -68,7 +68,7 @@ def _optimizers(given: Any) -> list[LiveOptimizer]:
     wanted = {id(item) for item in items}
     found: list[LiveOptimizer] = []
     covered: set[int] = set()
-    # the newest first: an older one over the same parameters may just not be gone yet
+    # newest first: an older optimizer over the same parameters may not have been garbage-collected yet
     for optimizer in reversed(live_optimizers()):
         trained = optimizer.trained_ids()
         if not (trained & wanted) - covered:

@@ -1,14 +1,15 @@
 """When reductions start: during backward where that is allowed, otherwise at ``step()``.
 
-A hook on every parameter counts its bucket down. A full bucket is launched once all buckets before it have been, in
-plan order, so that every rank issues the same collectives in the same order, whatever order its gradients arrive in;
-what never fills is launched by ``launch_all``. Launching early is allowed only when the loop has said how it
-accumulates: ``accumulation_steps=k`` (every k-th backward pass reduces) or one use of ``no_sync()`` (the passes outside
-it reduce). Until then all gradients are there when the first bucket is launched, and what ``arrange`` was given is the
-order.
+A hook on every parameter counts down the gradients that its bucket still lacks. A full bucket is launched once all
+buckets before it in the plan have been launched, so that every rank issues the same collectives in the same order,
+whatever order its gradients arrive in; ``launch_all`` launches buckets that never fill. Launching early is allowed only
+when the loop has said how it accumulates: ``accumulation_steps=k`` (every k-th backward pass reduces) or one use of
+``no_sync()`` (the passes outside it reduce). Until then all gradients exist when the first bucket is launched, and
+buckets are launched in the order that ``arrange`` was given.
 
-Reductions by copies must not be launched during backward, where a copy that waits for a rank holds up others. They are
-at ``step()``, but begin on the device, which is behind the host, where their bucket was full.
+Reductions by copies (``transport="symm"``) must not be launched during backward, where a copy that waits for a late
+rank holds up others. ``step()`` launches them, but on the device, which is behind the host, each begins where its
+bucket became full.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from optim_dist.buckets import Bucket, ResidentMember, build_bucket
 from optim_dist.plan import BucketPlan, ParameterSpec
 from optim_dist.reducers import Reducer
 
-# How many backward passes optimizers of this process have refused, by the ranks over which they reduce. A pass ends
-# where it is refused: on each rank perhaps in another optimizer, before anything has arrived in the others.
+# How many backward passes optimizers of this process have refused, keyed by the ranks over which they reduce. A refusal
+# ends the pass: on each rank perhaps in another optimizer, before gradients have arrived in the remaining ones.
 refused_passes: Counter[tuple[int, ...]] = Counter()
 
 
 class BackwardReduction:
-    """Counts gradients in, and launches the reductions of buckets, in the same order on all ranks."""
+    """Counts arriving gradients, and launches the reductions of buckets in the same order on all ranks."""
 
-    reducer: Reducer  # that of all buckets; ``extend`` gives it
+    reducer: Reducer  # for all buckets; ``extend`` sets it
 
     def __init__(
         self, accumulation_steps: int | None, overlap: bool, ranks: Sequence[int], *, launches_in_step: bool = False
@@ -45,20 +46,20 @@ class BackwardReduction:
         self.buckets: list[Bucket] = []
         self.overlap = overlap
         self.passes = accumulation_steps or 1
-        # the loop has said which pass is the last of a step, so that gradients which that has brought can be taken
+        # whether the loop has said which pass is the last of a step, whose gradients can be reduced as they arrive
         self.is_told = overlap and accumulation_steps is not None
         self._launches_in_step = launches_in_step
         self.paused = False
-        self.num_given_up = 0  # steps, since construction
+        self.num_given_up = 0  # steps given up since construction
         self.counts: Tensor | None = None  # what ranks agreed on, see ``BucketedParameters.counts``
-        self._in_step: Sequence[Bucket] = self.buckets  # as they are launched if none is under backward
-        self._order: Sequence[Bucket] = self.buckets  # as they are in this step
-        self._next = 0  # of that order
+        self._in_step: Sequence[Bucket] = self.buckets  # launch order if none is launched under backward
+        self._order: Sequence[Bucket] = self.buckets  # launch order of this step
+        self._next = 0  # place in that order of the next bucket to launch
         self._ranks = tuple(ranks)
-        self._refused_before = refused_passes[self._ranks]  # when this step began
-        # the last of this step to get a gradient, and that
+        self._refused_before = refused_passes[self._ranks]  # the count when this step began
+        # the member that got this step's latest gradient, and that gradient
         self._latest: tuple[ResidentMember, weakref.ref[Tensor]] | None = None
-        self._streams = WrittenStreams()  # of gradients
+        self._streams = WrittenStreams()  # in which gradients were written
         self._handles: list[Any] = []
 
     def build(
@@ -72,11 +73,11 @@ class BackwardReduction:
         return build_bucket(plan, specs, parameters, communicator)
 
     def extend(self, buckets: Sequence[ParameterBucket], reducer: Reducer) -> None:
-        """Take more buckets, that it has built, behind those that there are."""
+        """Append buckets that ``build`` has made."""
         new = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
         self.buckets += new
         self.reducer = reducer
-        # of these alone: parameters that were frozen since they came cannot be given a hook
+        # for new buckets alone: parameters of older ones may have been frozen since, and then take no hook
         self._handles += [
             member.parameter.register_post_accumulate_grad_hook(self._hook(bucket, member))
             for bucket in new
@@ -84,13 +85,13 @@ class BackwardReduction:
         ]
 
     def arrange(self, buckets: Sequence[ParameterBucket]) -> None:
-        """All of its buckets in the order in which to launch them where that is not under backward."""
+        """Set the order in which buckets are launched if none is launched under backward; it has all of them."""
         self._in_step = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
         self._begin_order()
 
     @property
     def gradient_bytes(self) -> int:
-        """Memory for gradients that stays."""
+        """Bytes of permanent memory for gradients."""
         return sum(bucket.gradients.nbytes for bucket in self.buckets)
 
     @property
@@ -117,7 +118,7 @@ class BackwardReduction:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a gradient has arrived since the last step that is still there."""
+        """Whether any gradient that has arrived since the last step still exists."""
         return any(m.arrived and m.parameter.grad is not None for bucket in self.buckets for m in bucket.members)
 
     @property
@@ -139,12 +140,12 @@ class BackwardReduction:
             self._launch()
 
     def finish(self, bucket: ParameterBucket) -> Tensor:
-        """The own chunk's sum over ranks."""
+        """The sum over ranks of this rank's chunk."""
         assert isinstance(bucket, Bucket), "buckets are our own"
         return self.reducer.finish(bucket)
 
     def finish_launched(self) -> None:
-        """Let the current stream wait for every reduction in flight, and others that are to come for that stream."""
+        """Let the current stream wait for every reduction in flight, and later reductions wait for this stream."""
         for bucket in self.buckets:
             if bucket.launched:
                 self.reducer.finish(bucket)
@@ -155,7 +156,7 @@ class BackwardReduction:
         """Give up this step's reductions, once every rank has issued all of them, and begin a new step.
 
         Args:
-            is_agreed: all ranks do, so that those that know of no reduction take part.
+            is_agreed: all ranks call this, so that this one takes part even if it knows of no reduction.
         """
         if is_agreed or self.is_due:
             self.num_given_up += 1
@@ -166,9 +167,9 @@ class BackwardReduction:
         self.restart()
 
     def abandon(self) -> bool:
-        """Begin a new step, and leave reductions of this one to themselves; returns whether there were any.
+        """Begin a new step without waiting for this one's reductions; returns whether there were any.
 
-        They may never end, for other ranks may launch none. What they write to stays, and is not used again.
+        They may never end, as other ranks may launch none. The memory they write to stays, and is not used again.
         """
         was_started = self.started
         for bucket in self._order[: self._next]:
@@ -193,7 +194,7 @@ class BackwardReduction:
         self._order, self._next = self.buckets if self.is_told else self._in_step, 0
 
     def clear(self) -> None:
-        """Let go of all buckets; others may come."""
+        """Drop all buckets; others may be added."""
         self.close()
         self.buckets.clear()
         self._in_step = self.buckets
@@ -204,7 +205,7 @@ class BackwardReduction:
         self.remove_hooks()
 
     def remove_hooks(self) -> None:
-        """Leave gradients alone."""
+        """Remove the hooks: later gradients are ignored."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -222,7 +223,7 @@ class BackwardReduction:
                 if member.arrivals == self.passes:
                     bucket.missing -= 1
                 self._streams.note(bucket.gradients)
-            # one that is refused counts: other ranks may have launched reductions before they refuse theirs
+            # a refused gradient counts: other ranks may have launched reductions before they refuse theirs
             try:
                 bucket.check_arrival(member)
             except RuntimeError:
@@ -240,12 +241,12 @@ class BackwardReduction:
                 self._order[self._next].check_gradients()
                 self._launch()
 
-        # compiled autograd would make graphs of it
+        # compiled autograd would trace it
         return torch.compiler.disable(gradient_arrived)
 
     @property
     def _is_next_ready(self) -> bool:
-        """Whether a bucket can be launched under backward: full, and without waiting for ranks that launch it later."""
+        """Whether the next bucket is full, and launching it under backward would not wait for other ranks."""
         if self._next == len(self._order):
             return False
         bucket = self._order[self._next]
@@ -258,14 +259,14 @@ class BackwardReduction:
             found = latest.parameter.grad
             if found is not None and (latest is not arriving or found is gradient()):
                 return False
-        # a gradient that autograd made anew is not in the bucket yet
+        # a gradient that autograd has made anew is not in the bucket yet
         return arriving.parameter.grad is not arriving.gradient and self.are_gone(arriving)
 
     def are_gone(self, arriving: ResidentMember | None = None) -> bool:
-        """Whether this step has had gradients, perhaps on other ranks alone, of which none is left but ``arriving``."""
+        """Whether this step has had gradients, perhaps only on other ranks, and none but ``arriving`` is left."""
         if not self.is_due and self._latest is None:
             return False
-        # of a pass that was refused in another optimizer nothing has arrived here
+        # then a pass was refused in another optimizer before any gradient had arrived here: look at all members
         is_unseen = self._latest is None and not self.started
         members = (m for b in self.buckets for m in b.members if is_unseen or b.launched or m.arrived)
         return all(m.parameter.grad is None for m in members if m is not arriving)
@@ -283,8 +284,8 @@ class BackwardReduction:
             self._streams.forget()
 
     def _collect(self, bucket: Bucket) -> None:
-        """Bring gradients into the bucket, behind the streams that have written them."""
+        """Bring gradients into the bucket, after the streams that have written them."""
         self._streams.follow(bucket.gradients)
         strays = bucket.collect_gradients()
-        if self._streams.are_several:  # backward goes on in theirs, where what is freed here would be used again
+        if self._streams.are_several:  # else backward, in another stream, would reuse memory that is freed here
             keep_until_read(strays)

@@ -28,14 +28,14 @@ from optim_dist._dealing import newton_schulz_flops
 
 RouteName = Literal["adamw", "muon"]
 
-MATRIX_ALIGNMENT = 256  # bytes: products on the weights want it
+MATRIX_ALIGNMENT = 256  # bytes, for matrix products on the weights
 VECTOR_ALIGNMENT = 16  # bytes
 FORMAT = "optim-dist.plan/1"
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What the plan must know of a parameter, in this order of backward: the last listed comes first."""
+    """What the plan must know of a parameter. Specs are listed in forward order; backward begins with the last."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,9 +44,9 @@ class ParameterSpec:
     route: RouteName
     group: int = 0
     device: str = "cpu"
-    matrix_shapes: tuple[tuple[int, ...], ...] = ()  # the views that are orthogonalized one by one, if not the whole
-    sharding: str = ""  # how a DTensor lies over ranks; it stays there, outside buckets
-    block: int = 1  # elements, counted from its start, of which each has one rank: those that share a scale
+    matrix_shapes: tuple[tuple[int, ...], ...] = ()  # of views that are orthogonalized one by one, if not the whole
+    sharding: str = ""  # how a DTensor is cut over ranks; it stays there, outside buckets
+    block: int = 1  # elements, counted from the start, that share a scale and so have one owner
 
     @property
     def numel(self) -> int:
@@ -54,7 +54,7 @@ class ParameterSpec:
 
     @property
     def alignment(self) -> int:
-        """Elements; of powers of two the largest."""
+        """In elements: the larger of the block and the alignment of its kind, which are powers of two."""
         in_bytes = MATRIX_ALIGNMENT if len(self.shape) >= 2 else VECTOR_ALIGNMENT
         return max(self.block, in_bytes // self.dtype.itemsize)
 
@@ -69,7 +69,7 @@ class ParameterSpec:
         return [
             *(self.name, list(self.shape), list(self.stride), str(self.dtype), self.route, self.group),
             *(self.device, [list(shape) for shape in self.matrix_shapes], self.sharding),
-            # others are described as they were before there were blocks, so that their saved states still fit
+            # without blocks the description is that of versions before there were any, so that their states still fit
             *([self.block] if self.block > 1 else []),
         ]
 
@@ -135,7 +135,7 @@ class BucketPlan:
         return self.numel - sum(self.sizes)
 
     def pieces(self, rank: int | None = None) -> Iterator[Piece]:
-        """What ``rank`` owns (or every rank), in the order of the storage."""
+        """What ``rank`` owns (every rank if None), in the order of the storage."""
         for slot, size in zip(self.slots, self.sizes):
             if size == 0:
                 # an empty tensor has no place; the first rank keeps its step count
@@ -159,7 +159,7 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """Of the structure alone: names, shapes, routes, places; not of learning rates."""
+        """SHA-256 of the structure alone: names, shapes, routes, places; hyperparameters do not enter."""
         return hashlib.sha256(json.dumps(self.describe(), separators=(",", ":")).encode()).hexdigest()
 
     def describe(self) -> dict[str, Any]:
@@ -228,5 +228,5 @@ class Plan:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32``, say, as files and tables have it."""
+    """The name of a dtype in files and tables, such as ``float32``."""
     return str(dtype).removeprefix("torch.")

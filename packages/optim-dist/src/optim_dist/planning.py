@@ -1,4 +1,4 @@
-"""Planning: parameters become buckets, places in them, and owners. Pure; what a plan is stands in ``plan``."""
+"""Planning: every parameter gets a bucket, a place in it, and owners. Pure; ``plan`` says what a plan is."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ def make_plan(
             group lists are left out, as frozen ones are. ``state_dtype="int8"`` of an AdamW group matters too.
         world_size: the number of ranks.
         dtype: of all parameters.
-        bucket_mb: 2^20 bytes of a bucket, roughly; None chooses.
+        bucket_mb: approximate size of a bucket, in 2^20 bytes; None chooses.
         grad_dtype: of gradients; the parameters' if None.
         reduce_dtype: of gradients on the wire; their own if None.
 
     Raises:
-        ValueError: for a kind, a name or a matrix that is none, a name that is listed twice, and numbers out of range.
+        ValueError: for an unknown kind or name, a Muon parameter that is no matrix, a name that is listed twice, and
+            numbers out of range.
     """
     order = {name: position for position, name in enumerate(named_shapes)}
     specs = []
@@ -77,7 +78,7 @@ def plan_parameters(
     """Buckets for ``specs``, which are listed in forward order; matrices first, each kind in backward order.
 
     Elementwise buckets come last: their wire time hides under the Newton-Schulz of the matrices. The dtypes of
-    gradients change no place, so that states load whatever they are.
+    gradients do not change where parameters lie, so that states load whatever these dtypes are.
     """
     if not isinstance(world_size, Integral) or world_size < 1:
         raise ValueError(f"world_size must be a whole number of at least 1, got {world_size!r}")
@@ -102,7 +103,7 @@ def plan_parameters(
 
 
 def check_positive(name: str, value: float | None, *, finite: bool = False) -> None:
-    """Refuse what is no positive number; None is taken."""
+    """Refuse values that are no positive number; None is allowed."""
     if value is None:
         return
     if not isinstance(value, Real) or not value > 0 or (finite and value == inf):
@@ -110,7 +111,7 @@ def check_positive(name: str, value: float | None, *, finite: bool = False) -> N
 
 
 def _num_buckets(nbytes: int, bucket_mb: float | None) -> int:
-    """At least four above 256 MB in total, so that update and wire overlap from bucket to bucket."""
+    """How many buckets: by default at least four above 256 MB, so that one is updated while another is on the wire."""
     target = (bucket_mb or DEFAULT_BUCKET_MB) * 2**20
     wanted = -(-nbytes // int(max(1, target)))
     if bucket_mb is None and nbytes > DEFAULT_BUCKET_MB * 2**20:

@@ -1,8 +1,8 @@
-"""Parameters that no bucket holds: DTensors (FSDP2, HSDP, tensor parallel), and with one rank most often all of them.
+"""Parameters in no bucket: DTensors (FSDP2, HSDP, tensor parallel) and, unless ``order="tree"``, all of one rank.
 
-They are updated where they lie. Gradients of DTensors arrive reduced and cut as the parameters are; an elementwise
-update works on the local shard, whatever its size, without any collective, and replicas compute alike. Muon needs whole
-matrices: those that are cut over ranks it exchanges (``_muon.sharded``).
+They are updated where they lie. Gradients of DTensors arrive reduced and sharded as the parameters are. An elementwise
+update works on the local shard, whatever its size, without any collective; replicas compute the same. Muon needs whole
+matrices, so it exchanges those that are cut over ranks (``_muon.sharded``).
 
 A DTensor's gradient exists on all ranks of its mesh or on none: that is how FSDP2 and tensor parallelism give it.
 """
@@ -32,7 +32,7 @@ from optim_utils.param_groups import MatrixView
 
 @dataclass(frozen=True)
 class Resident:
-    """A parameter where it lies: how it is cut, and whether this rank is its first replica, which norms count."""
+    """A parameter outside buckets: how it is cut, and whether this rank has its first replica, which norms count."""
 
     index: int  # in the plan
     entry: Entry
@@ -51,13 +51,13 @@ class ResidentParameters:
         self._members: list[Resident] = []
         self._muon: ShardedMuon | None = None
         self._gradients = LocalGradients()
-        # gradients of which a norm was taken for clipping, while they are there
+        # parameters with the gradients that the last clipping took a norm of, as long as these exist
         self._clipped: list[tuple[Tensor, weakref.ref[Tensor]]] = []
 
     def extend(
         self, specs: Sequence[ParameterSpec], entries: Sequence[Entry], meshes: Sequence[Sequence[Sequence[int]]]
     ) -> None:
-        """Take those of the last ``len(meshes)`` entries that stay where they are, and plan the exchange anew."""
+        """Add those of the last ``len(meshes)`` entries that go into no bucket, and plan Muon's exchange anew."""
         rank, first = self._communicator.ranks[self._communicator.rank], len(entries) - len(meshes)
         for index in range(first, len(entries)):
             entry, spec = entries[index], specs[index]
@@ -82,12 +82,12 @@ class ResidentParameters:
         return [self._shard(member) for member in self._members]
 
     def check(self) -> None:
-        """Refuse gradients that cannot be read as their parameters lie, before any rank is told of them."""
+        """Refuse gradients that cannot be read in their parameters' layout, before any rank is told of them."""
         for member in self._members:
             check_gradient(member.entry)
 
     def gradients(self) -> list[Tensor]:
-        """Local gradients of which every element is on one rank only: replicas leave theirs to the first."""
+        """Local gradients, every element on one rank only: of replicas the first has them."""
         found = zip(self._members, self._gradients.of([member.entry for member in self._members]), strict=True)
         return [gradient for member, gradient in found if gradient is not None and member.is_counted]
 
@@ -96,13 +96,13 @@ class ResidentParameters:
         return any(member.entry.parameter.grad is not None for member in self._members)
 
     def note_clipped(self) -> None:
-        """Remember which gradients there are."""
+        """Remember which gradients exist."""
         parameters = [member.entry.parameter for member in self._members]
         self._clipped = [(p, weakref.ref(gradient)) for p in parameters if (gradient := p.grad) is not None]
 
     @property
     def were_dropped(self) -> bool:
-        """Whether all gradients are gone that were there when they were clipped, as after ``model.zero_grad()``."""
+        """Whether all gradients that existed at the last clipping are gone, as after ``model.zero_grad()``."""
         return bool(self._clipped) and all(p.grad is None or p.grad is not gradient() for p, gradient in self._clipped)
 
     def restart(self) -> None:
@@ -117,7 +117,7 @@ class ResidentParameters:
         item_of: Callable[[Shard], Item],
         update: Callable[[RouteName, list[Item]], None],
     ) -> None:
-        """Update what has a gradient, or is of a group that takes what is missing for zeros."""
+        """Update parameters that have a gradient, or whose group takes a missing one for zeros."""
         whole: dict[RouteName, list[Item]] = {"adamw": [], "muon": []}
         exchanged = []
         gradients = self._gradients.of([member.entry for member in self._members])
@@ -136,7 +136,7 @@ class ResidentParameters:
 
     @property
     def layouts(self) -> dict[int, Layout]:
-        """How each DTensor of several ranks lies, by plan index."""
+        """The layout of each DTensor of several ranks, by plan index."""
         return {member.index: member.layout for member in self._members if member.layout is not None}
 
     @property
@@ -146,7 +146,7 @@ class ResidentParameters:
 
     @property
     def plain(self) -> dict[int, str]:
-        """By plan index, why the momentum or update of a matrix that is cut went by plain torch in the last step."""
+        """Why the momentum or update of a sharded matrix was in plain torch in the last step, by plan index."""
         return {} if self._muon is None else self._muon.plain
 
     def _shard(self, member: Resident) -> Shard:
