@@ -198,8 +198,7 @@ class BucketedParameters:
         # The message has to come at the same place among the reductions on every rank. If backward reduces, ranks have
         # launched different numbers of buckets by now, so it comes behind all of them; also behind all if copies are to
         # overlap with backward. Otherwise no bucket is launched yet: the message comes before all if it is read here
-        # and
-        # may stop the step, else behind the first, whose reduction the first update waits for anyway.
+        # and may stop the step, else behind the first, whose reduction the first update waits for anyway.
         if self.reduction.eager:
             self.reduction.launch_all()
         elif isinstance(self.reduction, BackwardReduction) and not self._is_watched:
