@@ -1,7 +1,7 @@
 """AdamW and Muon on one device at the speed of its memory and tensor cores, as ``torch.optim`` classes and functions.
 
-Kernels are in Triton; every update also exists in plain torch (``optim_kernels.reference``), which is what runs where
-Triton cannot. Importing this package needs no Triton.
+Kernels are in Triton; every update also exists in plain torch (``optim_kernels.reference``), which runs where Triton
+cannot. Importing this package needs no Triton.
 """
 
 from optim_kernels import functional, reference

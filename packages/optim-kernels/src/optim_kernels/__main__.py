@@ -1,8 +1,8 @@
 """``python -m optim_kernels [--json]``: versions, the device, and a check of every kernel against the reference.
 
-On a GPU the products are those of sides from 16 to 4096, in the tiles and schedules that the GPU takes for them. To
-compile them all takes two or three minutes at first; results are printed as they come. Without a GPU the kernels are
-checked in Triton's interpreter, if ``TRITON_INTERPRET=1`` is set. The exit status is 1 if a check fails.
+On a GPU the checks multiply matrices with sides from 16 to 4096, in the tiles and schedules chosen for that GPU.
+Compiling all kernels takes two or three minutes the first time; results are printed as they come. Without a GPU the
+kernels are checked in Triton's interpreter, if ``TRITON_INTERPRET=1`` is set. The exit status is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from optim_kernels.reference.muon import MuonRule, momentum_, updated
 from optim_utils.low_bit import CUBIC8, QUINTIC8_UNSIGNED, quantize
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# By the dtype of the products, how far from fp64 Newton–Schulz, and a step by it, may be.
+# The largest relative error against fp64 of Newton–Schulz, and of a Muon step, keyed by the dtype of the products.
 ALLOWED = {torch.float32: 2e-5, torch.float16: 1e-2}
 
 
@@ -127,7 +127,7 @@ def check_adamw(
     codes: bool = False,
     stochastic_rounding: bool = False,
 ) -> tuple[float, float]:
-    """Two steps of the kernel beside two of the reference: the largest difference, and an ulp of the parameters."""
+    """Two steps of the kernel beside two of the reference: the largest difference, and 4 eps of the parameters."""
     generator = torch.Generator().manual_seed(0)
 
     def made(scale: float) -> list[Tensor]:
@@ -160,7 +160,7 @@ def check_norm(dtype: torch.dtype, device: str) -> tuple[float, float]:
 
 
 def check_clipping(dtype: torch.dtype, device: str) -> tuple[float, float]:
-    """A few tensors scaled to half their norm: the largest difference from the rounded products, which is none."""
+    """A few tensors scaled by 0.3: the largest difference from the rounded products, which must be 0."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(size, generator=generator).to(device, dtype) for size in (5000, 3, 4096)]
     factor = torch.full((), 0.3, device=device)
@@ -171,7 +171,7 @@ def check_clipping(dtype: torch.dtype, device: str) -> tuple[float, float]:
 
 
 def check_slices(dtype: torch.dtype, device: str) -> tuple[float, float]:
-    """Sums of slices that lie together and apart: the largest difference from plain torch, which is none."""
+    """Sums of slices in one tensor and in several: the largest difference from plain torch, which must be 0."""
     generator = torch.Generator().manual_seed(0)
     together = torch.randn(3, 5000, generator=generator).to(device, dtype)
     found, expected = (
@@ -185,7 +185,7 @@ def check_slices(dtype: torch.dtype, device: str) -> tuple[float, float]:
 
 
 def check_muon_elements(dtype: torch.dtype, device: str) -> tuple[float, float]:
-    """The momentum of a few tensors, and their update by U: the largest difference from plain torch, which is none."""
+    """Momentum of a few tensors, and their update by U: the largest difference from plain torch, which must be 0."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((300, 17), (5,), (2048,))
     grads, buffers, params = (
@@ -207,13 +207,13 @@ def check_muon_elements(dtype: torch.dtype, device: str) -> tuple[float, float]:
 def check_muon(
     dtype: torch.dtype, device: str, *, variant: str, allowed: float, stochastic_rounding: bool = False
 ) -> tuple[float, float]:
-    """Two steps of all matrices together beside the same in fp64: the largest error of what a parameter moves.
+    """Two steps of all matrices together beside the same in fp64: the largest relative error of a parameter's change.
 
-    Parameters are in fp32, or bf16 where they are rounded at random.
+    Parameters are in fp32, or in bf16 with stochastic rounding.
     """
     generator = torch.Generator().manual_seed(0)
     shapes = ((16, 48), (48, 16), (32, 32)) if device == "cpu" else ((512, 2048), (1024, 256), (768, 768))
-    # small beside what they move by, of which their rounding is then no part
+    # small beside their change, so that the rounding of parameters does not count
     starts = [0.02 * torch.randn(shape, generator=generator).to(device) for shape in shapes]
     if stochastic_rounding:
         starts = [x.bfloat16() for x in starts]
@@ -250,7 +250,7 @@ def check_newton_schulz(
 
 
 def largest_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Of two lists of tensors, over all elements."""
+    """The largest difference between two lists of tensors, over all elements."""
     return max(float((x.double() - y.double()).abs().max()) for x, y in zip(found, expected, strict=True))
 
 

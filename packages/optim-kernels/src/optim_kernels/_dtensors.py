@@ -1,4 +1,4 @@
-"""DTensors, and what is here of one. They are recognised by what they can do: torch's class takes long to import."""
+"""DTensors and their local parts. A DTensor is recognised by its attributes, since torch's class is slow to import."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ from torch import Tensor
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether the tensor is spread over ranks."""
+    """Whether the tensor is a DTensor, spread over ranks."""
     return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
 
 
 def has_dtensors(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether one of the tensors is spread over ranks; asked of their few classes, in less time than of all of them."""
+    """Whether any tensor is a DTensor; each class is checked once, which is faster than checking each tensor."""
     return any(map(is_dtensor, set(map(type, tensors))))
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether the tensor has no memory of its own: made of others, as DTensors and torchao's are, or fake."""
+    """Whether the tensor has no memory of its own: it wraps others, as DTensors and torchao's do, or is fake."""
     return hasattr(tensor, "__tensor_flatten__") or hasattr(tensor, "fake_mode")
 
 
 def local(tensor: Any) -> Any:
-    """The part of a DTensor that is here; any other tensor (or ``None``) itself."""
+    """The local part of a DTensor; any other tensor (or ``None``) itself."""
     return tensor.to_local() if tensor is not None and is_dtensor(tensor) else tensor
 
 
 def whole(tensor: Any) -> Any:
-    """All of a DTensor, on every rank; any other tensor (or ``None``) itself."""
+    """A DTensor gathered in full, on every rank; any other tensor (or ``None``) itself."""
     return tensor.full_tensor() if tensor is not None and is_dtensor(tensor) else tensor
 
 
 def spread_as(tensor: Any, like: Any) -> Any:
-    """A DTensor with the placements of another, where sums over ranks are done; any other tensor (or ``None``) itself.
+    """A DTensor redistributed to the placements of ``like``; any other tensor (or ``None``) itself.
 
-    The gradient of a replicated parameter is a pending sum where its input was sharded (sequence parallelism).
+    This also reduces pending sums (``Partial``): the gradient of a replicated parameter is one where its input was
+    sharded (sequence parallelism).
     """
     if tensor is None or not is_dtensor(tensor) or tensor.placements == like.placements:
         return tensor
@@ -44,16 +45,16 @@ def spread_as(tensor: Any, like: Any) -> Any:
 
 
 def gradients_of(params: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradients of parameters, each spread over ranks as its parameter is; to be asked for once in a step.
+    """The gradients of parameters, each with the placements of its parameter; call it once a step.
 
-    Ranks that asked more often than others would wait for them.
+    Redistribution is a collective, so a rank that called this more often than the others would wait for them.
     """
     grads = [param.grad for param in params]
     return list(map(spread_as, grads, params)) if has_dtensors(grads) else grads
 
 
 def placed_like(part: Tensor, tensor: Any) -> Tensor:
-    """What is here of a tensor that is spread as the DTensor ``tensor`` is; of any other tensor ``part`` is all."""
+    """A DTensor with the local part ``part``, spread as the DTensor ``tensor`` is; ``part`` for any other tensor."""
     if not is_dtensor(tensor):
         return part
     from torch.distributed.tensor import DTensor

@@ -15,7 +15,7 @@ from optim_kernels._impl import Impl, use_triton
 from optim_kernels._norm_launches import NormLaunches
 from optim_kernels.multi_tensor import KnownKinds, TensorList, is_capturing, is_cuda, is_dense
 
-# Lists of gradients of one length that a ``GradientNorms`` for all remembers, by their first address.
+# How many lists of one length a ``GradientNorms`` with ``any_stream`` remembers, keyed by their first address.
 MOST_LISTS = 32
 
 
@@ -32,11 +32,11 @@ class _Split(NamedTuple):
 
 
 class GradientNorms:
-    """Norms of gradients of any devices and dtypes: `NormLaunches` for each, kept from step to step.
+    """Norms of gradients of any devices and dtypes: one `NormLaunches` for each pair, kept from step to step.
 
     Args:
-        any_stream: whether calls come from anywhere: for many lists, and in several streams at once, each of which then
-            has scratch of its own. Otherwise it is one list, whose addresses may change.
+        any_stream: whether calls bring many lists, in several streams at once; each list and stream then has scratch of
+            its own. Otherwise all calls bring one list, whose addresses may change.
     """
 
     def __init__(self, impl: Impl = "auto", *, any_stream: bool = False) -> None:
@@ -44,16 +44,16 @@ class GradientNorms:
         self._any_stream = any_stream
         self._parts: dict[Any, dict[int, NormLaunches]] = {}
         self._split: _Split | None = None
-        # addresses among which none is there twice
+        # the latest list of addresses that was found to have no duplicates
         self._apart: list[int] = []
         self._kinds = KnownKinds()
-        # of the latest norm with its factor; with several, or none, plain torch has a part in it
+        # kernel launches of the latest `norm_and_factor`; unless it is 1, plain torch does part of the work
         self.num_launches = 0
 
     def norm_and_factor(
         self, grads: Sequence[Tensor] | TensorList, norm_type: float, max_norm: float
     ) -> tuple[Tensor, Tensor]:
-        """``(norm, clip factor)``, 0-d on the first gradient's device, without a synchronisation on one device.
+        """``(norm, clip factor)``, 0-d on the first gradient's device; no synchronisation if all are on one device.
 
         The factor is overwritten by the next call.
         """
@@ -66,7 +66,7 @@ class GradientNorms:
         return norm, reference.clip_factor(norm, max_norm)
 
     def clip_(self, grads: Sequence[Tensor], norm_type: float, max_norm: float) -> Tensor | None:
-        """The norm of the gradients, scaled down to ``max_norm``; ``None`` if the kernels cannot scale them."""
+        """Scale the gradients down to ``max_norm``; return their norm before, or ``None`` if the kernels cannot."""
         seen = self.look_at(grads)
         parts = self._refreshed(seen, norm_type, in_place=True)
         if seen is None or parts is None:
@@ -85,19 +85,19 @@ class GradientNorms:
         return self.norm_and_factor(grads, norm_type, 1.0)[0]
 
     def norm_in_one_launch(self, grads: Sequence[Tensor], norm_type: float) -> Tensor | None:
-        """The norm alone, by kernels alone; ``None`` where more is needed."""
+        """The norm alone, if a single kernel launch computes it; else ``None``."""
         seen = self.look_at(grads)
         parts = self._refreshed(seen, norm_type)
         return parts[0].norm(norm_type, 1.0) if parts is not None and len(parts) == 1 else None
 
     def totals(self, grads: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-        """Σ|g|^p, or the maximum, of the gradients of each device and dtype: 0-d fp64."""
+        """Σ|g|^p, or the maximum, of the gradients of each device and dtype: 0-d fp64; empty if the kernels cannot."""
         seen = self.look_at(grads)
         parts = self._refreshed(seen, norm_type)
         return [] if parts is None else [self._total(part, norm_type) for part in parts]
 
     def scale_(self, grads: Sequence[Tensor] | TensorList, factor: Tensor) -> bool:
-        """Multiply by the factor; ``False``, and nothing done, if the kernels cannot."""
+        """Multiply the gradients by ``factor``; ``False``, and nothing done, if the kernels cannot."""
         seen = self.look_at(grads)
         parts = self._refreshed(seen, 2.0, in_place=True)
         if seen is None or parts is None:
@@ -108,12 +108,12 @@ class GradientNorms:
         return True
 
     def look_at(self, grads: Sequence[Tensor] | TensorList) -> TensorList | None:
-        """The gradients as the kernels take them, to be looked at once for several calls; ``None`` if they cannot."""
+        """The gradients as a `TensorList`, made once for several calls; ``None`` if the kernels cannot take them."""
         if isinstance(grads, TensorList):
             return grads
         if self._impl == "torch" or not grads or (self._impl == "auto" and not grads[0].is_cuda):
             return None
-        # what is traced, or fake, has no address
+        # tensors that are traced, or fake, have no address
         if torch.compiler.is_compiling() or is_wrapper(grads[0]):
             return None
         try:
@@ -124,9 +124,9 @@ class GradientNorms:
     def _refreshed(
         self, seen: TensorList | None, norm_type: float, *, in_place: bool = False
     ) -> list[NormLaunches] | None:
-        """The parts that know these gradients; ``None`` if the kernels cannot read one of them.
+        """The launches whose tables hold these gradients; ``None`` if the kernels cannot read one of them.
 
-        The caller keeps ``seen`` until it has launched: with it go the copies of gradients that are not dense.
+        The caller keeps ``seen`` until it has launched, since ``seen`` owns the copies of gradients that are not dense.
         """
         if seen is None or not seen.tensors or not reference.is_kernel_norm(norm_type):
             return None
@@ -134,7 +134,7 @@ class GradientNorms:
         if split is None:
             return None
         addresses, numels = split.addresses, split.kinds[1]
-        # programs that scale one gradient for two of its places meet: torch does so one after another
+        # two programs at once would scale a gradient that is listed twice; torch scales it twice in turn
         if in_place and not self._are_apart(addresses, numels):
             return None
         if not split.is_dense:
@@ -154,7 +154,7 @@ class GradientNorms:
         return parts
 
     def _are_apart(self, addresses: list[int], numels: list[int]) -> bool:
-        """Whether no gradient is there twice, as those of tied parameters from two lists are."""
+        """Whether no gradient is listed twice, as those of tied parameters may be."""
         if addresses is not self._apart:
             if len(set(addresses)) < len(addresses):
                 held = [address for address, numel in zip(addresses, numels) if numel]
@@ -164,10 +164,10 @@ class GradientNorms:
         return True
 
     def _part(self, device: torch.device, dtype: torch.dtype, addresses: list[int], numels: list[int]) -> NormLaunches:
-        """The part that knows these gradients, or else one that has to learn where they are."""
+        """The launches whose tables hold these gradients, or else launches that need ``refresh`` first."""
         kind = (device, dtype, len(addresses), _stream(device) if self._any_stream else 0)
         if self._any_stream and is_capturing(device):
-            # with tables that know the gradients, if there was a warm-up in whatever stream: else every replay would
+            # prefer tables that hold the gradients already, from a warm-up in any stream: otherwise every replay would
             # repeat the upload
             for other, parts in self._parts.items():
                 if other[:-1] == kind[:-1] and addresses[0] in parts and parts[addresses[0]].knows(addresses, numels):
@@ -184,16 +184,16 @@ class GradientNorms:
         return part
 
     def _split_of(self, grads: TensorList) -> _Split | None:
-        """The gradients by device and dtype, as last time if they are as then; ``None`` if the kernels cannot."""
+        """The gradients by device and dtype, reused if unchanged; ``None`` if the kernels cannot read one of them."""
         split = self._split
         if split is not None and grads.kinds == split.kinds and grads.addresses == split.addresses:
             return split
         devices = [grad.device for grad in grads.tensors]
-        # one that is made of others has no address, as empty ones have not, and may be of a known kind
+        # check again at address 0: empty tensors have it, but also wrappers, which may be of a known kind
         if split is None or grads.kinds != split.kinds or devices != split.devices or 0 in grads.addresses:
             if not all(use_triton(self._impl, grad, f"gradient {i}") for i, grad in enumerate(grads.tensors)):
                 return None
-            # those of DTensors, say: torch adds up over ranks
+            # DTensors, say, whose norm torch reduces over ranks
             if any(map(is_wrapper, grads.tensors)):
                 return None
             by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -224,7 +224,7 @@ class GradientNorms:
 
 
 def _count_as_changed(grads: TensorList) -> None:
-    """For autograd, which then refuses to differentiate through values that are gone."""
+    """Tell autograd of the write: it then refuses to differentiate through the overwritten values."""
     torch.autograd.graph.increment_version(grads.tensors)
 
 

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 Impl = Literal["auto", "torch", "triton"]
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Other classes may stand for tensors that hold no values.
+# Tensors of other classes (DTensors, fake tensors) may hold no values of their own.
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -41,10 +41,10 @@ def is_interpreted() -> bool:
 
 @cache
 def multiplies_fp64_fast(device: torch.device) -> bool:
-    """Whether products of fp64 matrices take but twice the time of fp32 ones: CPUs, and GPUs made for it."""
+    """Whether products of fp64 matrices take only twice the time of fp32 ones: on CPUs, and GPUs made for it."""
     if device.type != "cuda":
         return device.type == "cpu"
-    # A100, H100 and H200, B200; others have 1/32 or 1/64 of their fp32 units for fp64
+    # A100, H100 and H200, B200; other GPUs have 1/32 or 1/64 as many fp64 units as fp32 units
     return torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0))
 
 
@@ -78,9 +78,9 @@ def use_triton(impl: Impl, tensor: Tensor, name: str) -> bool:
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether a function of ``tensors`` may compute at once: nothing is traced and no gradient wanted.
+    """Whether a function of ``tensors`` may compute directly: nothing is traced and no gradient is wanted.
 
-    Else it goes through its registered operator, which costs tens of microseconds.
+    Otherwise the call goes through the function's registered operator, which costs tens of microseconds.
     """
     if torch.compiler.is_compiling():
         return False
@@ -91,7 +91,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 def is_transformed(tensor: Tensor) -> bool:
-    """Whether ``tensor`` stands for others in a transform of ``torch.func`` (``vmap``, ``grad``): it has no memory."""
+    """Whether ``tensor`` is a wrapper in a transform of ``torch.func`` (``vmap``, ``grad``) and has no memory."""
     return not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 

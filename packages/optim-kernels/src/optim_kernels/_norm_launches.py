@@ -15,11 +15,11 @@ from optim_kernels.multi_tensor import ALIGNMENT, ChunkMap, ChunkSize, DeviceTab
 if TYPE_CHECKING:
     from optim_kernels._triton import Launch
 
-# Elements of a tile of the norm (four make a chunk) and threads of a program; programs for each multiprocessor of the
-# device; bytes of a tile of the scaling.
+# For the norm: elements of a tile (four tiles make a chunk), warps of a program, programs per multiprocessor. For the
+# scaling: bytes of a tile.
 TILE, NUM_WARPS, PROGRAMS_PER_SM = 1024, 4, 8
 SCALED_BYTES = 4096
-# Calls in graphs that find a zeroed counter; where there are more, a graph zeroes its own.
+# Captured calls that get a counter zeroed beforehand; each further call zeroes its own inside its graph.
 MOST_CAPTURED = 255
 
 
@@ -29,11 +29,11 @@ class NormLaunches:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self._dtype = device, dtype
         self._rows = DeviceTable(device)
-        # one for eager calls, and for each captured one its own
+        # one counter for eager calls, and one for each captured call
         self._counters = list(torch.zeros(1 + MOST_CAPTURED, dtype=torch.int32, device=device).unbind())
         self._counter = self._counters.pop()
         self._total = torch.zeros((), dtype=torch.float64, device=device)
-        # the last norm's; the norm itself is a tensor of its own, for the caller keeps it
+        # the last norm's clip factor; the norm itself is a new tensor each time, because the caller keeps it
         self.factor = torch.zeros((), dtype=torch.float32, device=device)
         self._addresses: list[int] = []
         self._numels: list[int] = []
@@ -43,11 +43,11 @@ class NormLaunches:
         self._partials: Tensor
 
     def knows(self, addresses: list[int], numels: list[int]) -> bool:
-        """Whether these gradients were the last."""
+        """Whether these are the gradients of the last ``refresh``."""
         return addresses == self._addresses and numels == self._numels
 
     def for_graph(self) -> NormLaunches:
-        """One for a call that is being captured and may be replayed beside others: the same tables, own scratch."""
+        """A copy for a captured call, which may be replayed beside others: the same tables, its own scratch."""
         own = copy.copy(self)
         own._counter = self._counters.pop() if self._counters else torch.zeros_like(self._counter)
         own._total, own._partials = torch.empty_like(self._total), torch.empty_like(self._partials)
@@ -57,7 +57,7 @@ class NormLaunches:
     def refresh(self, addresses: list[int], numels: list[int]) -> None:
         """Take note of where the gradients are; nothing is uploaded unless that changed.
 
-        The lists are kept, and recognised when they come again.
+        The lists are kept, so that the same list objects are recognised at once.
         """
         if addresses is self._addresses and numels is self._numels:
             return
@@ -66,7 +66,7 @@ class NormLaunches:
             return
         if 0 in addresses and any(numel and not address for address, numel in zip(addresses, numels)):
             raise ValueError("a gradient has elements but no memory: its storage was freed")
-        # nothing is known until all is done: a call that fails may leave tables of either list
+        # forget the old list first: a call that fails midway may leave tables of either list
         self._addresses = []
         aligned = [address % ALIGNMENT == 0 for address in addresses]
         if aligned != self._aligned or numels != self._numels:
@@ -75,7 +75,7 @@ class NormLaunches:
         rows[0::2], rows[1::2] = array("q", addresses), array("q", numels)
         self._rows.update(rows.tobytes())
         if is_capturing(self.device):
-            # tables that a graph fills are there when it has been replayed, for it alone
+            # a captured upload happens when the graph is replayed, so no other launch may rely on these tables
             self._aligned = []
         else:
             self._addresses, self._numels = addresses, numels
@@ -94,7 +94,7 @@ class NormLaunches:
             keep_for_graphs(self._chunks.words, self._partials, self._counter, self._total, self.factor)
 
     def norm(self, norm_type: float, max_norm: float, total: Tensor | None = None) -> Tensor:
-        """The norm, fp32; ``factor`` is then what clips it, and the fp64 ``total`` is Σ|g|^p (or the maximum)."""
+        """The norm, fp32; also sets ``factor``, which clips it, and the fp64 ``total`` to Σ|g|^p (or the maximum)."""
         launch = self._launches.get(norm_type)
         if launch is None:
             launch = self._launches[norm_type] = self._norm_launch(norm_type)

@@ -1,4 +1,4 @@
-"""Options as users give them: what is of another kind is refused by name, before anything moves."""
+"""Checks of options as users give them: one of the wrong kind is refused by name, before any tensor changes."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 from torch import Tensor
 
 _NUMBERS = {float, int, bool}
-# of an AdamW group, in the order in which they are looked at
+# the numbers of an AdamW group, in the order of `check_adamw_scalars`
 _ADAMW_SCALARS = ("lr", "betas[0]", "betas[1]", "eps", "weight_decay")
 
 
 def are_numbers(scalars: Iterable[Any]) -> bool:
-    """Whether all are Python's numbers: those of nearly every step, which cost no more than this look."""
+    """Whether all are Python numbers, as in nearly every step; they then need no further check."""
     return _NUMBERS.issuperset(map(type, scalars))
 
 
 def check_scalars(**scalars: Any) -> None:
-    """Raise unless each hyperparameter is a number, of Python's or a tensor's; the device is not asked for it.
+    """Raise unless each hyperparameter is a number or a 1-element tensor; no value is read from the device.
 
     Raises:
-        TypeError: for what is no number.
-        ValueError: for a tensor of several, in torch's words.
+        TypeError: for anything that is not a number.
+        ValueError: for a tensor of several elements, in torch's words.
     """
     for name, scalar in scalars.items():
         if not hasattr(scalar, "__float__"):
@@ -33,7 +33,7 @@ def check_scalars(**scalars: Any) -> None:
 
 
 def check_adamw_scalars(group: Mapping[str, Any]) -> None:
-    """`check_scalars` of a group's hyperparameters, of which betas are a pair; quick where they are Python's."""
+    """Check a group's hyperparameters as `check_scalars` does, and that betas are a pair; fast for Python numbers."""
     betas = group["betas"]
     if (type(betas) is not tuple and (isinstance(betas, str) or not isinstance(betas, Sequence))) or len(betas) != 2:
         raise ValueError(f"betas must be a pair, got {betas!r}")
@@ -43,13 +43,13 @@ def check_adamw_scalars(group: Mapping[str, Any]) -> None:
 
 
 def check_switches(**switches: Any) -> None:
-    """Raise ``ValueError`` unless each is on or off: a text would be on, whatever it says."""
+    """Raise ``ValueError`` unless each is True or False: any non-empty string would count as True."""
     for name, switch in switches.items():
         if switch not in (True, False):
             raise ValueError(f"{name} must be True or False, got {switch!r}")
 
 
 def check_seed(seed: Any) -> None:
-    """Raise ``ValueError`` unless ``seed`` is a whole number, of Python's or NumPy's."""
+    """Raise ``ValueError`` unless ``seed`` is an integer, Python's or NumPy's."""
     if not isinstance(seed, Integral):
         raise ValueError(f"seed must be an int, got {seed!r}")

@@ -7,15 +7,16 @@ from functools import cache
 
 import torch
 
-# A process may have one capture under way: a device cannot be synchronised meanwhile, as `torch.cuda.graph` does first.
+# Held during a capture. A process may have only one: `torch.cuda.graph` begins by synchronising the device, which fails
+# while another capture is under way.
 ONE_AT_A_TIME = threading.Lock()
 
 
 @cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream to record on, for the default one cannot be.
+    """A stream of ``device`` to record on, since the default stream cannot be captured.
 
-    That of `torch.cuda.graph` is on the device where the process recorded first: launches for another one would not be
-    in the graph.
+    `torch.cuda.graph`'s own stream is on the device where the process first recorded, so launches on another device
+    would not be in the graph.
     """
     return torch.cuda.Stream(device)

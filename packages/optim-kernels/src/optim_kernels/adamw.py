@@ -91,8 +91,8 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         RuntimeError: ``fused=True`` or ``impl="triton"`` for a parameter that the kernels cannot update.
     """
 
-    # What computed the steps before (torch's fused kernel, say) does not decide what computes the next ones, maybe on
-    # another machine.
+    # Not taken from a checkpoint: formats are converted, and what computed its steps (torch's fused kernel, say) may be
+    # missing on this machine.
     _own_options = ("state_dtype", "master_weights", "impl", "foreach", "fused")
 
     def __init__(
@@ -118,9 +118,9 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         impl: Impl = "auto",
     ) -> None:
         check_impl(impl)
-        # of which float would make a number
+        # before float(), which accepts strings
         check_scalars(norm_type=norm_type)
-        # Held until the first group is added, inside the next call; from then on they are among the defaults.
+        # Held until ``super().__init__`` adds the first group, which moves them into the defaults.
         self._new_defaults = {
             "state_dtype": state_dtype,
             "master_weights": master_weights,
@@ -163,7 +163,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         check_impl(group["impl"])
         check_seed(group["seed"])
         check_switches(stochastic_rounding=group["stochastic_rounding"])
-        # what torch writes into groups to tell AdamW's from Adam's, whose decay is a part of the gradient
+        # torch tells AdamW's groups from Adam's, whose decay is part of the gradient, by this option
         if not group.get("decoupled_weight_decay", True):
             raise ValueError(
                 "a group has decoupled_weight_decay=False, as those of torch.optim.Adam, and TritonAdamW would decay "
@@ -171,7 +171,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
             )
         for param in group["params"]:
             if is_lazy(param):
-                # what it will be nobody knows: the first step that it has a gradient in looks at it
+                # its shape is not known yet; the first step in which it has a gradient checks it
                 continue
             check_storage(param, names[param], group["state_dtype"], group["master_weights"])
             reason = why_not_kernels(param, group)
@@ -190,7 +190,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         self._forget()
 
     def _forget(self) -> None:
-        """Drop what was prepared: the parameters, states or options are not what they were."""
+        """Drop what was prepared, because parameters, states or options have changed."""
         impls = {group["impl"] for group in self.__dict__.get("param_groups", [])}
         self._norms = GradientNorms(impls.pop() if len(impls) == 1 else "auto")
         self._prepared: PreparedStep | None = None
@@ -199,10 +199,10 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
 
     @hooked_step
     def step(self, closure: Callable[[], Any] | None = None, *, clip_factor: Tensor | None = None) -> Any:
-        """One step; the loss of ``closure``, if there is one.
+        """Take one step and return the loss of ``closure``, if there is one.
 
         Args:
-            clip_factor: 0-d tensor that all gradients are multiplied with, as they are read; not beside ``max_norm``.
+            clip_factor: 0-d tensor that multiplies all gradients as they are read; not allowed beside ``max_norm``.
         """
         check_capture(self)
         clip_factor = checked_factor(clip_factor)
@@ -211,7 +211,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         self._update(params, gradients_of(params), clip_factor)
         return loss
 
-    # Else each look at what is here of a DTensor would make a view of it. Differentiable steps enable gradients again.
+    # With gradients enabled each `to_local` of a DTensor makes a new view. Differentiable steps enable them again.
     @torch.no_grad()
     def _update(self, params: list[Tensor], grads: list[Tensor | None], clip_factor: Tensor | None) -> None:
         prepare = partial(self._prepare, params, grads)
@@ -219,7 +219,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
             self.param_groups, params, grads, self._state_to_check(), known=self._prepared, prepare=prepare
         )
         self._prepared = prepared
-        # what is refused is refused before the kernels, or another group, have moved
+        # all of this may raise, so it comes before the kernels, or another group, change anything
         with_torch: list[tuple[Any, ...]] = [
             (group, own, [grads[place] for place in places], [self._own_state[param] for param in own], places)
             for group, places, own in prepared.with_torch
@@ -281,7 +281,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         return PreparedStep(self.param_groups, params, grads, self._own_state, places, options=_planned_options)
 
     def _ensure_state(self, param: Tensor, group: dict[str, Any], *, for_kernels: bool) -> None:
-        """Make the state of a parameter that gets its first gradient; put what there is where it is advanced.
+        """Make what the state of ``param`` lacks, in the layout and on the devices that the step needs.
 
         The kernels go through parameter and moments in one order, that of the parameter in memory.
         """
@@ -304,13 +304,13 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         return placed_state(param, group, saved, step_device=step_device(param, group))
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: step counts on the CPU, unless the group is ``capturable`` or ``fused``."""
-        # before hooks of the user's, who may make anything of it
+        """A state dict as torch's: step counts are on the CPU, unless the group is ``capturable`` or ``fused``."""
+        # first, since the user's hooks may change the dict in any way
         with self.register_state_dict_post_hook(_as_saved, prepend=True):
             return super().state_dict()
 
     def to_torch_state_dict(self) -> dict[str, Any]:
-        """A state dict that ``torch.optim.AdamW`` loads whatever this instance's formats: floats, and torch's keys."""
+        """A state dict that ``torch.optim.AdamW`` loads, whatever the formats here: floats, and torch's keys."""
         with self.register_state_dict_post_hook(_as_torchs, prepend=True):
             return super().state_dict()
 
@@ -335,9 +335,9 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
 
 
 def _as_saved(_: Optimizer, content: dict[str, Any]) -> None:
-    """Codes and dtypes in their plain form, and step counts where torch's state dict has them."""
+    """Put codes and dtypes into plain form, and step counts where torch's state dict has them."""
     content["param_groups"] = [with_dtype_names(group) for group in content["param_groups"]]
-    # beside the parameters' there may be entries of the user's
+    # the user may keep other entries beside the parameters'
     content["state"] = dict(content["state"])
     for group in content["param_groups"]:
         on_device = group["capturable"] or group["fused"]
@@ -349,7 +349,7 @@ def _as_saved(_: Optimizer, content: dict[str, Any]) -> None:
 
 
 def _as_torchs(optimizer: Optimizer, content: dict[str, Any]) -> None:
-    """Floats of the parameters' dtypes, and torch's options alone."""
+    """Reduce to floats of the parameters' dtypes, and to torch's options."""
     params = dict(enumerate(param for group in optimizer.param_groups for param in group["params"]))
     content["state"] = {
         key: torch_state(params[key], value) if key in params else value

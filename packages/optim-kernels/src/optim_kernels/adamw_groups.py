@@ -1,7 +1,7 @@
 """AdamW parameter groups for other packages' optimizers: the state of a parameter in a group's formats, and steps.
 
-An `AdamWStep` is a step that comes again: of the same tensors, by kernels, with what hyperparameters the groups have by
-then. Whether states are still those that it was made for, `KnownStates` tell.
+An `AdamWStep` is a step of the kernels that can be repeated: on the same tensors, with the hyperparameters that the
+groups have at that time. `KnownStates` tells whether states are still those that the step was made for.
 """
 
 from optim_kernels._optimizers.adamw_codes import has_codes

@@ -43,14 +43,14 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """The total norm of the gradients, which are then scaled down in place to at most ``max_norm``.
+    """Scale the gradients down in place to a total norm of at most ``max_norm``; return their norm before.
 
     The arguments are torch's; norm and errors are those of `get_total_norm`.
     """
     parameters = _as_list(parameters)
     gradients = _gradients(parameters)
     if foreach is None and gradients and not error_if_nonfinite:
-        # kernels alone, of which autograd knows nothing: no_grad would take the host a tenth of the call
+        # kernels only, which autograd does not see; entering no_grad would cost the host a tenth of the call
         clipped = _NORMS.clip_(gradients, float(norm_type), max_norm)
         if clipped is not None:
             return clipped
@@ -62,7 +62,7 @@ def clip_grad_norm_(
 def compute_global_grad_norm(
     parameters: Tensors, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> Tensor:
-    """The norm of the gradients of ``parameters``, those without one left out; nothing is changed."""
+    """The norm of the gradients of ``parameters``, skipping those without a gradient; nothing is changed."""
     return get_total_norm(_gradients(_as_list(parameters)), norm_type, error_if_nonfinite, foreach)
 
 
@@ -119,7 +119,7 @@ def clip_grads_with_norm_(
     if foreach is None and _NORMS.scale_(gradients, factor):
         return
     for gradient in gradients:
-        # a 16-bit gradient times an fp32 number of no dimensions is computed in 16 bits, the factor rounded to them
+        # torch multiplies a 16-bit gradient by a 0-d fp32 tensor in 16 bits, which would round the factor
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         gradient.copy_(wide * factor.to(device=gradient.device))
 
@@ -132,7 +132,7 @@ def clip_factor(total_norm: Tensor, max_norm: float) -> Tensor:
 
 @torch.no_grad()
 def sum_of_squares(tensors: Tensors, *, out: Tensor | None = None) -> Tensor:
-    """Σ g² over all tensors: 0-d fp64, the local part for a caller that adds it up over ranks."""
+    """Σ g² over all tensors: 0-d fp64; one rank's part for a caller that adds up over ranks."""
     tensors = _as_list(tensors)
     totals = _NORMS.totals(tensors, 2.0)
     total = (

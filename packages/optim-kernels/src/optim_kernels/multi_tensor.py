@@ -1,6 +1,6 @@
 """Many tensors in one launch: how they are cut into chunks, and tables on the device that say where they are.
 
-A chunk is what one program works on: consecutive elements of one tensor, in memory order, told to the kernel by a word
+A chunk is what one program works on: consecutive elements of one tensor, in memory order. One word describes it:
 
     tensor << 40 | size << 34 | start        size and start in units of 256 elements
 
@@ -36,7 +36,7 @@ TENSOR_SHIFT, SIZE_SHIFT = 40, 34  # bits
 
 
 class ChunkSize(NamedTuple):
-    """The elements of a chunk, and how many elements of the list, from its front, are cut so (``None``: the rest)."""
+    """Elements of a chunk, and how many of the list's next elements are cut into such chunks (``None``: the rest)."""
 
     size: int
     extent: int | None = None
@@ -62,7 +62,7 @@ class ChunkMap(NamedTuple):
     ) -> ChunkMap:
         """The map for tensors of ``numels`` elements; even an empty tensor has one (masked) chunk.
 
-        Full chunks have a multiple of ``granule`` elements: that of the one size, unless said.
+        Full chunks have a multiple of ``granule`` elements, by default the last of ``sizes``.
         """
         granule = granule or sizes[-1].size
         ends = [numel // granule * granule if flag else 0 for numel, flag in zip(numels, aligned, strict=True)]
@@ -100,11 +100,11 @@ def _words(tensor: int, start: int, stop: int, size: int) -> Tensor:
 
 
 def _upload(content: bytes, on_device: Tensor) -> None:
-    """Fill a tensor, without waiting: from pinned memory, as a graph capture asks for too."""
+    """Fill a tensor without waiting, from pinned memory, which a graph capture needs too."""
     if not on_device.is_cuda:
         ctypes.memmove(on_device.data_ptr(), content, len(content))
         return
-    # torch keeps pinned memory in a pool and hands out what no copy still reads, so this allocates nothing for long
+    # torch pools pinned memory and reuses it once no copy reads it any more, so this soon allocates nothing new
     numel = len(content) // on_device.element_size()
     pinned = torch.empty(numel, dtype=on_device.dtype, device="cpu", pin_memory=True)
     ctypes.memmove(pinned.data_ptr(), content, len(content))
@@ -115,19 +115,19 @@ def _upload(content: bytes, on_device: Tensor) -> None:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched on the device now goes into a CUDA graph."""
-    # tensors of a GPU that is not there are fake
+    """Whether launches on the device are being captured into a CUDA graph."""
+    # fake tensors may be on a GPU that this machine lacks
     return is_cuda(device) and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @cache
 def is_cuda(device: torch.device) -> bool:
-    """Whether the device is a GPU; remembered, for to ask a device for its type takes three times as long."""
+    """Whether the device is a GPU; cached, because ``device.type`` takes three times as long."""
     return device.type == "cuda"
 
 
-# What captured graphs read: alive as long as the process, for nobody learns when a graph is gone. It is little: tables
-# and counters, not parameters.
+# Tensors that captured graphs read, alive as long as the process, since nothing tells when a graph is gone. Most are
+# small: tables and counters, never parameters, but also copies of gradients that lie otherwise than their parameter.
 _OWNED_BY_GRAPHS: list[Tensor] = []
 
 
@@ -137,7 +137,7 @@ def keep_for_graphs(*tensors: Tensor) -> None:
 
 
 def _empty_words(count: int, device: torch.device) -> Tensor:
-    # torch copies into nothing again that was made in inference mode, where a norm may have been asked for first
+    # a tensor made in inference mode cannot be written outside of it, and the first norm may be computed there
     with torch.inference_mode(False):
         return torch.empty(count, dtype=torch.int64, device=device)
 
@@ -145,8 +145,8 @@ def _empty_words(count: int, device: torch.device) -> Tensor:
 class DeviceTable:
     """64-bit words on the device, equal to those given to ``update`` last.
 
-    A table that a captured launch reads is never written again: the next update makes a new one. One that is filled
-    while a graph is captured is there when that graph has been replayed, so nobody else may read it.
+    A table that a captured launch reads is never written again: the next update makes a new one. A table that is filled
+    during a capture has its content only when that graph is replayed, so no other launch may read it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -156,10 +156,10 @@ class DeviceTable:
         self.words = torch.empty(0, dtype=torch.int64, device=device)
 
     def update(self, content: bytes) -> bool:
-        """Make ``content`` the table's; it is uploaded, without waiting, if it changed. Whether ``words`` is new."""
+        """Upload ``content``, without waiting, if it changed; return whether ``words`` is a new tensor."""
         if content == self._content:
             return False
-        # what an upload that fails has left is nothing that can be relied on
+        # an upload that fails leaves unknown content
         self._content = b""
         capturing = is_capturing(self._device)
         is_new = capturing or self._captured or 8 * self.words.numel() != len(content)
@@ -184,21 +184,21 @@ class TensorList:
     was freed comes back as another dtype or layout.
 
     Args:
-        known: what lists were that came from the same place before.
+        known: the kinds of earlier lists from the same caller.
     """
 
     def __init__(self, tensors: Sequence[Tensor], known: KnownKinds | None = None) -> None:
         self.tensors = tensors
-        # what the kernels read in place of tensors that are not dense; needed as long as the list is
+        # dense copies that the kernels read in place of other tensors; they live as long as the list
         self.copies: list[Tensor] = []
         self.addresses = list(map(Tensor.data_ptr, tensors))
         self.kinds = _kinds(tensors) if known is None else known.of(tensors)
 
 
 def _kinds(tensors: Sequence[Tensor]) -> list[Any]:
-    """The dtypes, the numbers of elements, which are contiguous, and shapes and strides of those that are not.
+    """Dtypes, numbers of elements, whether each is contiguous, and shapes and strides of those that are not.
 
-    Behind them, if there are any, which are stored with the other sign.
+    If any are lazily negated (``is_neg``), a last entry says which.
     """
     contiguous, negated = list(map(Tensor.is_contiguous, tensors)), list(map(Tensor.is_neg, tensors))
     kinds: list[Any] = [list(map(_dtype, tensors)), list(map(Tensor.numel, tensors)), contiguous]
@@ -216,7 +216,7 @@ TensorGuards: Any = getattr(dynamo_guards, "TensorGuards", None)
 
 
 def _guards(tensors: Sequence[Tensor]) -> Any:
-    """What compares types, dtypes, devices, shapes and strides of other tensors with those of these."""
+    """A check of other tensors' types, dtypes, devices, shapes and strides against these; ``None`` if torch lacks it."""
     if TensorGuards is None:
         return None
     return TensorGuards(
@@ -230,11 +230,11 @@ class KnownKinds:
     """The kinds of a list that comes again and again, recognised by one call for all its tensors.
 
     That call is Dynamo's check of a compiled function's arguments: types, dtypes, devices, shapes and strides. It holds
-    no tensor, takes half as long as `_kinds`, and ten times as long to be made: so it is made for a list that came
-    twice, and once.
+    no tensor and takes half as long as `_kinds`, but making it takes ten times as long: so it is made once, when a list
+    comes for the second time.
 
     Args:
-        with_shapes: whether a contiguous tensor of another shape, with as many elements, is of another kind.
+        with_shapes: whether contiguous tensors of different shapes, but equally many elements, differ in kind.
     """
 
     def __init__(self, *, with_shapes: bool = False) -> None:
@@ -243,7 +243,7 @@ class KnownKinds:
         self._last: tuple[list[Any], bool, Any] = [[]], False, None
 
     def of(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """The kinds of these tensors: the same list as long as they stay the same."""
+        """The kinds of these tensors: the same list object as long as they stay the same."""
         last, came_again, guards = self._last
         if guards is not None and len(tensors) == len(last[0]) and guards.check(*tensors):
             return last
@@ -253,7 +253,7 @@ class KnownKinds:
         if kinds != last:
             self._last = kinds, False, None
             return kinds
-        # where the check fails for what is nothing to a kernel, the autograd state say, another would not last either
+        # if a check failed on something kernels ignore (the autograd state, say), a new one would fail as well
         if not came_again:
             guards = _guards(tensors)
         self._last = last, True, guards
@@ -261,10 +261,10 @@ class KnownKinds:
 
 
 class KnownPlaces:
-    """Where tensors lie in memory, and as what: tables on the device speak of that.
+    """Addresses and kinds of tensors, to tell whether tables on the device still describe them.
 
     A tensor that stays the same object may move: ``tensor.data = tensor.data.to(device)``, ``share_memory_()``, a
-    storage that is freed for a while. Or it is another at its address: ``tensor.data = tensor.data.t()``.
+    storage that is freed for a while. Or its kind changes at the same address: ``tensor.data = tensor.data.t()``.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -273,7 +273,7 @@ class KnownPlaces:
         self._addresses = list(map(Tensor.data_ptr, tensors))
 
     def are_those_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these tensors lie there, as those did."""
+        """Whether these tensors have the addresses and kinds of those given at first."""
         return list(map(Tensor.data_ptr, tensors)) == self._addresses and self._known.of(tensors) == self._kinds
 
 
@@ -297,7 +297,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def sharing_memory(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
-    """The places of two tensors of which one begins inside the other; of those with gaps only that element counts."""
+    """The places of two tensors of which one begins inside the other; one with gaps counts as its first element."""
     spans = []
     for place, tensor in enumerate(tensors):
         if tensor.numel() and not tensor.is_meta:

@@ -58,10 +58,10 @@ class MuonGroups(PrivateState, Optimizer):
     """What optimizers with Muon groups share: views of parameters as matrices, in and out of checkpoints."""
 
     _own_options = ("momentum_dtype", "master_weights", "impl")
-    # Derived from groups and state, and never saved: grouped launches.
+    # The grouped launches: derived from groups and state, never saved.
     _planner: MuonPlanner
     _ns_workspace_mb: float | None = None
-    # Reasons for plain torch that a log line has said.
+    # Reasons for plain torch that were logged already.
     _logged_fallbacks: frozenset[str] = frozenset()
 
     def _check_muon_group(self, group: dict[str, Any]) -> None:
@@ -74,7 +74,7 @@ class MuonGroups(PrivateState, Optimizer):
         self._forget_launches()
 
     def _forget_launches(self) -> None:
-        """Make grouped launches anew at the next step."""
+        """Drop the grouped launches; the next step makes them anew."""
         if "_planner" not in self.__dict__:
             self._planner = MuonPlanner(workspace=workspace_for(self._ns_workspace_mb))
         self._planner.forget()
@@ -114,13 +114,13 @@ class MuonGroups(PrivateState, Optimizer):
             self._writes.note_step(self._with_masters(groups))
 
     def _log_fallbacks(self, reasons: Iterable[str]) -> None:
-        """Say once why plain torch updates parameters."""
+        """Log each reason why plain torch updates parameters once."""
         new = frozenset(reasons) - self._logged_fallbacks
         self._logged_fallbacks |= new
         log_fallback(self, new)
 
     def _with_masters(self, groups: Sequence[dict[str, Any]]) -> list[Tensor]:
-        """The parameters that have an fp32 master by now."""
+        """The parameters that have an fp32 master by now, and whose writes can be followed."""
         params = [p for group in groups if group["master_weights"] == "fp32" for p in group["params"]]
         return [p for p in params if "master" in self._own_state.get(p, {}) and can_be_followed(p)]
 
@@ -128,18 +128,18 @@ class MuonGroups(PrivateState, Optimizer):
         return ("momentum_buffer",) if self._is_muon(group) else super()._needed_state(group)
 
     def _place_state(self, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-        """In the group's formats; a master that is missing is made by the next step."""
+        """The loaded state in the group's formats; the next step makes a master that is missing."""
         state = super()._place_state(param, group, saved)
         return placed_state(param, group, state) if self._is_muon(group) else state
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; views and dtypes are in their plain form, so that it loads with ``weights_only=True``."""
-        # before hooks of the user's, who may make anything of it
+        """A state dict as torch's; views and dtypes are in plain form, so that it loads with ``weights_only=True``."""
+        # first, since the user's hooks may change the dict in any way
         with self.register_state_dict_post_hook(_as_saved, prepend=True):
             return super().state_dict()
 
     def _merged_group(self, index: int, mine: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-        """The saved group, completed from ours, with our views if they are the ones it was saved with."""
+        """The saved group, completed from ours, with our views; raises if it was saved with other views."""
         merged = super()._merged_group(index, mine, saved)
         if mine.get("views") is not None:
             merged["views"] = mine["views"]
@@ -174,22 +174,24 @@ class TritonMuon(MuonGroups):
         adjust_lr_fn: ``None`` or ``"original"`` multiplies lr by √max(1, r/c), ``"match_rms_adamw"`` by 0.2 √max(r, c);
             ``"keller"`` takes r and c from the parameter's last two dimensions, ``"none"`` leaves lr alone.
         ns_method, ns_dtype, ns_restarts, norm_scale, eps_mode: see `NSConfig`.
-        nd: how tensors of four and more dimensions are matrices: ``"batch"`` of the last two, or (out, the rest), which
-            is ``"flatten"`` and flattens three dimensions too, or ``"convolution"`` and leaves three a batch; ``None``
-            refuses them.
+        nd: how tensors of four and more dimensions are read: ``"batch"`` as a batch over the last two, ``"flatten"``
+            and ``"convolution"`` as one matrix (out, the rest). Three dimensions are a batch, except that
+            ``"flatten"`` flattens them too. ``None`` refuses four and more.
         split_rows: a block size (heads) or sizes (Q, K, V): each block of rows is a matrix of its own.
-        missing_grad: what to do about a parameter without gradient: ``"skip"`` it, take its gradient for ``"zero"``, or
-            ``"raise"``. A frozen one is left alone.
+        missing_grad: what to do about a parameter without a gradient: ``"skip"`` it, take its gradient as ``"zero"``,
+            or ``"raise"``. If it is frozen, it is always skipped.
         beta2: NorMuon's variance normalisation; ``None`` leaves it out.
         row_equilibrate, renormalize, cautious: steps of nanochat's Muon, each on its own.
         momentum_dtype: of the momentum buffer; ``None`` is the gradient's.
-        master_weights: ``"fp32"`` or ``"split16"`` masters of 16-bit parameters. They follow what others write to these
-            between steps; fp32 ones not by way of ``param.data``, nor between replays of a CUDA graph.
+        master_weights: ``"fp32"`` or ``"split16"`` masters of 16-bit parameters. They follow what others write to the
+            parameters between steps; fp32 masters do not see writes by way of ``param.data``, nor between replays of a
+            CUDA graph.
         stochastic_rounding: round bf16 parameters at random, with bits chosen by ``seed``.
         maximize, capturable: as in torch's optimizers: climb; the step may be captured into a CUDA graph.
-        ns_workspace_mb: 2^20 bytes that Newton–Schulz may take at a time, at least one parameter's; ``None``: what all
-            matrices take together, some 6 bytes an element in 16-bit dtypes. Parts follow one another in one memory;
-            those that do not fill the chip cost time, and bits depend on what a part has.
+        ns_workspace_mb: the memory that Newton–Schulz may take at a time, in units of 2^20 bytes, or more if a single
+            parameter needs it; ``None``: as much as all matrices take together, some 6 bytes an element in 16-bit
+            dtypes. With a limit, parts of the parameters are stepped in turn in one memory: parts that do not fill the
+            chip cost time, and a parameter's bits depend on which others are in its part.
         impl: ``"auto"``, ``"torch"`` or ``"triton"``; the last raises, in the first step, where the kernels cannot run.
 
     Raises:
@@ -197,7 +199,7 @@ class TritonMuon(MuonGroups):
         TypeError: something else in place of a number.
     """
 
-    _followed = "torch"  # the variant that has the options which were not given
+    _followed = "torch"  # the variant whose options stand for those not given
 
     def __init__(
         self,
@@ -233,7 +235,7 @@ class TritonMuon(MuonGroups):
         ns_workspace_mb: float | None = None,
     ) -> None:
         given = locals()
-        workspace_for(ns_workspace_mb)  # refuses what it cannot be
+        workspace_for(ns_workspace_mb)  # raises for values that it refuses
         self._ns_workspace_mb = ns_workspace_mb
         defaults = {key: given[key] for key in DEFAULTS if key != "views"}
         super().__init__(params, {**defaults, "views": None})
@@ -261,7 +263,7 @@ class TritonMuon(MuonGroups):
 
     @classmethod
     def _following(cls, variant: str, params: Params, given: dict[str, Any]) -> TritonMuon:
-        """An optimizer whose arguments have a variant's options for defaults."""
+        """An optimizer whose arguments default to the options of a variant."""
         options = variant_options(variant)
         options.pop("views")
         optimizer = cls.__new__(cls)
@@ -275,7 +277,8 @@ class TritonMuon(MuonGroups):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; beside options it may name a ``variant``.
 
-        The variant's options are taken where the group has none, and the constructor had nothing but its own default.
+        An option of the variant applies unless the group has its own, or the constructor was given another value than
+        its default.
         """
         if "variant" in param_group:
             given = given_options(self.defaults, VARIANTS[self._followed])
@@ -290,11 +293,11 @@ class TritonMuon(MuonGroups):
     @hooked_step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, clip_factor: Tensor | None = None) -> Any:
-        """Update every parameter that has a gradient; gradients are only read.
+        """Update every parameter with a gradient, and others as ``missing_grad`` says; gradients are only read.
 
         Args:
             closure: recomputes the loss, which is returned.
-            clip_factor: 0-d tensor that gradients are multiplied with, see `clip.clip_factor`.
+            clip_factor: 0-d tensor that multiplies the gradients, see `clip.clip_factor`.
         """
         check_capture(self)
         clip_factor = checked_factor(clip_factor)
@@ -304,7 +307,7 @@ class TritonMuon(MuonGroups):
         return loss
 
     def explain(self) -> str:
-        """A table of the parameters: how they are read as matrices, which iteration they take, and who computes it.
+        """A table of the parameters: how they are read as matrices, which iteration they take, and what computes it.
 
         Tiles (of X Xᵀ / m×m products / products with X) and launches are those of the latest step.
         """
@@ -323,7 +326,7 @@ MUON_HEADER = ("parameter", "shape", "matrices", "method", "path", "reason", "ti
 
 
 def tiles_of(plans: Sequence[MuonPlan]) -> dict[int, str]:
-    """The tiles of every parameter that grouped launches update, by its id."""
+    """The tiles of every parameter that grouped launches update, keyed by the parameter's id."""
     return {param: words for plan in plans for param, words in plan.tiles.items()}
 
 

@@ -63,14 +63,14 @@ class TritonMuonAdamW(MuonGroups):
     """One optimizer for a whole model: the updates of ``optim_kernels.reference.muon`` and ``.adamw``.
 
     Args:
-        param_groups: dicts with ``params``, a ``kind`` (or ``use_muon``) and any option of `TritonMuon`, or of AdamW
-            lr (3e-4 by default), betas ((0.9, 0.95)), eps (1e-10), weight_decay (0) and maximize; unknown keys are kept
-            and ignored.
+        param_groups: dicts with ``params``, a ``kind`` (or ``use_muon``) and options: for Muon any option of
+            `TritonMuon`, for AdamW lr (3e-4 by default), betas ((0.9, 0.95)), eps (1e-10), weight_decay (0) and
+            maximize; unknown keys are kept and ignored.
         max_norm: clip by the global norm of all gradients inside the step; ``grad_norm`` then holds the unclipped norm.
         seed: of stochastic rounding, for groups without their own.
         capturable: the step may be captured into a CUDA graph.
         impl: ``"auto"``, ``"torch"`` or ``"triton"``, for groups without their own.
-        ns_workspace_mb: as in `TritonMuon`, of all Muon groups.
+        ns_workspace_mb: as in `TritonMuon`, for all Muon groups together.
 
     Raises:
         ValueError: a group without a kind, an option out of its range, or a parameter that its kind cannot update.
@@ -137,11 +137,11 @@ class TritonMuonAdamW(MuonGroups):
     @hooked_step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, clip_factor: Tensor | None = None) -> Any:
-        """Update every parameter that has a gradient; gradients are only read.
+        """Update every parameter with a gradient, and Muon's others as ``missing_grad`` says; gradients are only read.
 
         Args:
             closure: recomputes the loss, which is returned.
-            clip_factor: 0-d tensor that gradients are multiplied with, instead of clipping by ``max_norm`` here.
+            clip_factor: 0-d tensor that multiplies the gradients, instead of clipping by ``max_norm`` here.
         """
         check_capture(self)
         clip_factor = checked_factor(clip_factor)
@@ -150,7 +150,7 @@ class TritonMuonAdamW(MuonGroups):
         clip_factor = self._clip(grad_scale) if clip_factor is None else clip_factor
         scaling = {"clip_factor": clip_factor, "grad_scale": grad_scale, "found_inf": found_inf}
         adamw_groups = [group for group in self.param_groups if not self._is_muon(group)]
-        # what is refused of AdamW is refused before Muon has moved anything
+        # all that AdamW may refuse comes before Muon changes anything
         for group in adamw_groups:
             check_adamw_scalars(group)
         params = [p for group in adamw_groups for p in group["params"]]
@@ -167,7 +167,7 @@ class TritonMuonAdamW(MuonGroups):
         return loss
 
     def _clip(self, grad_scale: Tensor | None) -> Tensor | None:
-        """The factor that ``max_norm`` asks for."""
+        """The clip factor for ``max_norm``; ``None`` without a ``max_norm``."""
         max_norm, norm_type = clipping_of_step(self)
         if max_norm is None:
             return None
@@ -178,7 +178,7 @@ class TritonMuonAdamW(MuonGroups):
         return factor
 
     def _step_adamw(self, prepared: PreparedStep, scaling: dict[str, Tensor | None]) -> None:
-        """AdamW of all its groups: one launch, that is ready, where the kernels run, the reference elsewhere."""
+        """Step all AdamW groups: the launch that is ready where the kernels run, the reference elsewhere."""
         if prepared.kernels is not None:
             prepared.kernels.launch()
         for group, _, own in prepared.with_torch:
@@ -213,7 +213,7 @@ class TritonMuonAdamW(MuonGroups):
                 continue
             if grad.layout != torch.strided:
                 raise RuntimeError(f"AdamW takes dense gradients, got {grad.layout} for {names[p]}; make it dense")
-            # one that was frozen, or not there, when its group was added
+            # checked here too: when its group was added, it may have been frozen, or not in it
             _check_adamw_param(p, names[p])
             check_state_in_capture(p, self._own_state, names[p])
             self._ensure_adamw_state(p)
@@ -230,7 +230,7 @@ class TritonMuonAdamW(MuonGroups):
 
     def _ensure_adamw_state(self, p: Tensor) -> None:
         state = self._own_state[p]
-        # that of a parameter from a Muon group may have a count of Muon's steps, and a master
+        # the state of a parameter from a Muon group may have a count of Muon's steps, and a master
         if not state.keys() >= {*NEEDED}:
             state["step"] = new_count(p.device)
             state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
@@ -240,7 +240,7 @@ class TritonMuonAdamW(MuonGroups):
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=p.device)
 
     def _lay_out(self, p: Tensor, name: str) -> None:
-        """Bring moments into the parameter's order in memory, in which the kernels go through both."""
+        """Bring moments into the parameter's order in memory: the kernels go through both in that order."""
         moved = laid_out(p, self._own_state[p])
         if moved and is_capturing(p.device):
             raise RuntimeError(
@@ -259,12 +259,12 @@ class TritonMuonAdamW(MuonGroups):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state of this class, or nanochat's."""
+        """Load a state of this class, or nanochat's."""
         with self.register_load_state_dict_pre_hook(_unstacked):
             super().load_state_dict(state_dict)
 
     def explain(self) -> str:
-        """A table of the parameters: who updates them, and how; tiles and launches are those of the latest step."""
+        """A table of the parameters: what updates them, and how; tiles and launches are those of the latest step."""
         names, tiles = self._parameter_names(), tiles_of(self.plans())
         rows = []
         for group in self.param_groups:
@@ -317,7 +317,7 @@ def _why_not_kernels(p: Tensor, group: dict[str, Any]) -> str | None:
 
 
 def _check_choices(group: dict[str, Any]) -> None:
-    """`_check_adamw_group` but for how large numbers are, which of tensors on the device costs a synchronisation."""
+    """`_check_adamw_group` without the ranges of numbers, which for tensors on the device cost a synchronisation."""
     check_impl(group["impl"])
     check_switches(capturable=group["capturable"])
     check_adamw_scalars(group)
@@ -336,7 +336,7 @@ def _check_adamw_param(p: Tensor, name: str) -> None:
 
 
 def _check_adamw_group(group: dict[str, Any], names: dict[Tensor, str]) -> None:
-    """torch.optim.AdamW's conditions, in its words, and what is `TritonAdamW`'s alone."""
+    """Check torch.optim.AdamW's conditions, in its words, and refuse options that only `TritonAdamW` has."""
     _check_choices(group)
     for p in group["params"]:
         _check_adamw_param(p, names[p])
