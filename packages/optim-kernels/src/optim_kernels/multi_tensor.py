@@ -216,7 +216,7 @@ TensorGuards: Any = getattr(dynamo_guards, "TensorGuards", None)
 
 
 def _guards(tensors: Sequence[Tensor]) -> Any:
-    """A check of other tensors' types, dtypes, devices, shapes and strides against these; ``None`` if torch lacks it."""
+    """Check of other tensors' types, dtypes, devices, shapes and strides against these; ``None`` if torch lacks it."""
     if TensorGuards is None:
         return None
     return TensorGuards(

@@ -37,7 +37,7 @@ def why_not_kernels(param: Tensor, group: dict[str, Any]) -> str | None:
 
 
 def why_not_stored(own: Tensor) -> str | None:
-    """What keeps the kernels from a tensor, whatever the options."""
+    """What keeps the kernels from updating a tensor, whatever the options; ``None`` if nothing does."""
     reason = why_not_triton(own)
     if reason is None and is_wrapper(own):
         reason = f"it is a {type(own).__name__}, which has no memory of its own"
@@ -45,7 +45,7 @@ def why_not_stored(own: Tensor) -> str | None:
 
 
 def step_device(param: Tensor, group: dict[str, Any]) -> torch.device:
-    """Where the step count of ``param`` lives: with it where a kernel or a graph reads it, else on the CPU."""
+    """Where the step count of ``param`` lives: on its device if a kernel or a graph reads it, else on the CPU."""
     on_device = group["capturable"] or group["fused"] or why_not_kernels(param, group) is None
     return param.device if on_device else torch.device("cpu")
 
@@ -72,7 +72,7 @@ def explain_row(name: str, param: Tensor, group: dict[str, Any], state: dict[str
 
 
 def _lost_below(beta2: float | Tensor) -> float:
-    """The gradient whose (1 - beta2) g² rounds to zero in fp16: half of 2**-24, the smallest number, and less."""
+    """The |g| up to which (1 - beta2) g² rounds to zero in fp16: half the smallest number, 2**-24, and less do."""
     return (2.0**-25 / (1 - float(beta2))) ** 0.5
 
 

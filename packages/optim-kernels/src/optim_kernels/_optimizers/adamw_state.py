@@ -1,8 +1,8 @@
-"""How ``TritonAdamW`` stores what it knows of a parameter: dtypes, master weights, and states from other optimizers.
+"""How ``TritonAdamW`` stores the state of a parameter: dtypes, master weights, and states from other optimizers.
 
     state_dtype       exp_avg, exp_avg_sq (max_exp_avg_sq like the latter)
     None              the parameter's dtype, as torch
-    one dtype, or a pair (first, second), of which None is the parameter's
+    one dtype, or a pair (first, second), where None is the parameter's
     "int8"            CUBIC8 and QUINTIC8_UNSIGNED of optim_utils.low_bit, an fp32 scale for 256 codes;
                       fp32 for parameters under 4096 elements, and for max_exp_avg_sq
     master_weights    beside the parameter
@@ -38,7 +38,7 @@ MOMENT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_storage(param: Tensor, name: str, state_dtype: Any, master_weights: Any) -> None:
-    """Raise unless ``param`` can be stored that way."""
+    """Raise ``ValueError`` unless ``param`` and its state can be stored that way."""
     pair = state_dtype if isinstance(state_dtype, tuple) else (state_dtype, state_dtype)
     if state_dtype != "int8" and (len(pair) != 2 or not all(dtype in (None, *MOMENT_DTYPES) for dtype in pair)):
         raise ValueError(
@@ -65,9 +65,9 @@ def check_master(param: Tensor, name: str, master_weights: MasterWeights) -> Non
 
 
 def check_dtype(param: Tensor, name: str) -> None:
-    """Raise ``ValueError`` for a parameter with gradients, or to have some, in a dtype that is not computed in.
+    """Raise ``ValueError`` for a parameter that has or will have gradients, in a dtype that is not computed in.
 
-    Those are integers and 8-bit floats; frozen parameters, as quantised weights beside their adapters, may have any.
+    Those are integers and 8-bit floats; frozen parameters may have any dtype, as quantised weights with adapters do.
     """
     if param.dtype not in MOMENT_DTYPES and (param.requires_grad or param.grad is not None):
         raise ValueError(
@@ -113,9 +113,9 @@ def bytes_per_element(dtypes: dict[str, torch.dtype | None], *, amsgrad: bool) -
 
 
 def new_count(device: torch.device) -> Tensor:
-    """A count of no steps."""
+    """A step count of 0."""
     if device.type == "cpu":
-        # a fake one that is made so knows its value, which is read on the host
+        # a fake tensor that is made so knows its value, which the host reads
         return torch.tensor(0.0, dtype=torch.float32, device=device)
     return torch.zeros((), dtype=torch.float32, device=device)
 
@@ -123,7 +123,7 @@ def new_count(device: torch.device) -> Tensor:
 def new_state(
     param: Tensor, group: dict[str, Any], *, step_device: torch.device, whole: Tensor | None = None
 ) -> dict[str, Any]:
-    """The state of a parameter that has not been stepped; ``whole`` is the one that it is a part of, if it is one."""
+    """The state of a parameter that has not been stepped; ``whole``: the parameter of which ``param`` is a part."""
     state: dict[str, Any] = {"step": new_count(step_device)}
     for key, dtype in _dtypes(param if whole is None else whole, group).items():
         if key == "max_exp_avg_sq" and not group["amsgrad"]:
@@ -144,8 +144,8 @@ def placed_state(
 ) -> dict[str, Any]:
     """A loaded state, of torch's AdamW or of ours in any format, in the format of this group.
 
-    ``whole`` is the parameter that ``param`` is a part of, if it is one. A maximum that the group does not want now is
-    kept, as torch does: it may want it again.
+    ``whole`` is the parameter of which ``param`` is a part, if it is one. Like torch, a group without ``amsgrad`` keeps
+    a saved maximum, because it may want it again.
     """
     dtypes = _dtypes(param if whole is None else whole, group)
     state: dict[str, Any] = {}
@@ -165,8 +165,8 @@ def init_state(param: Tensor, group: dict[str, Any], state: dict[str, Any], *, w
     """Create what ``state`` lacks for the group's options, laid out as the parameter is, and convert what it has.
 
     Args:
-        whole: the parameter of which ``param`` is a part, which begins at a multiple of ``CODE_BLOCK`` elements: the
-            state is that part of the whole one's, in the same formats and of the same bits.
+        whole: the parameter of which ``param`` is a part, beginning at a multiple of ``CODE_BLOCK`` elements: the state
+            is then the same part of the whole parameter's state, in the same formats and with the same bits.
     """
     is_complete = state.keys() >= {*NEEDED}
     made = {} if is_complete else new_state(param, group, step_device=param.device, whole=whole)
@@ -213,17 +213,17 @@ def _placed_moment(param: Tensor, key: str, value: Any, dtype: torch.dtype) -> T
 
 
 def master_of(state: Mapping[str, Any]) -> Tensor | None:
-    """What a state holds beside the parameter of either kind of master weights, if anything."""
+    """The master in a state, fp32 or the low half of one; ``None`` if there is none."""
     master: Tensor | None = state.get("master", state.get("master_low"))
     return master
 
 
 def missing_master(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The master that the group asks for and the state lacks: of the parameter, and of the other kind of master."""
+    """The master that the group asks for and the state lacks, from the parameter and any master of the other kind."""
     own = _OWN_MASTER[group["master_weights"]]
     if own is None or own in state:
         return {}
-    # what is here of a DTensor: their bits cannot be viewed as those of another dtype
+    # the local part, since a DTensor cannot be viewed in another dtype
     value = local(param.detach())
     made = torch.empty_like(value, dtype=_MASTERS[own], memory_format=torch.preserve_format)
     if own == "master":
@@ -236,13 +236,13 @@ def missing_master(param: Tensor, group: Mapping[str, Any], state: Mapping[str, 
 
 
 def drop_other_masters(group: Mapping[str, Any], state: dict[str, Any]) -> None:
-    """Leave the master alone that the group asks for."""
+    """Remove all masters but the one that the group asks for."""
     for key in _MASTERS.keys() - {_OWN_MASTER[group["master_weights"]]}:
         state.pop(key, None)
 
 
 def laid_out(param: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Copies, in the parameter's order in memory, of what the state has in another (``channels_last``, say)."""
+    """Copies, in the parameter's order in memory, of state tensors in another order (``channels_last``, say)."""
     return {
         key: torch.empty_like(param, dtype=value.dtype).copy_(value)
         for key, value in state.items()
@@ -257,7 +257,7 @@ def laid_out(param: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
 def placed_master(param: Tensor, master_weights: MasterWeights, saved: dict[str, Any]) -> dict[str, Tensor]:
     """The saved master, if the group wants any.
 
-    One of the other kind as it is: the next step makes the group's own of it (`missing_master`), for that takes the
+    A master of the other kind is kept as it is: the next step converts it (`missing_master`), since that takes the
     parameter as it is then.
     """
     own = _OWN_MASTER[master_weights]
@@ -270,8 +270,8 @@ def placed_master(param: Tensor, master_weights: MasterWeights, saved: dict[str,
 def _low_half(value: Tensor, master: Tensor) -> Tensor:
     """The low half of an fp32 master beside the bf16 ``value`` that it was rounded to.
 
-    split16 rounds halves away from zero, the step of an fp32 master to even: where that went down, the half itself is
-    one more than an int16 can hold, and the nearest to it is taken.
+    split16 rounds ties away from zero, but a step with an fp32 master rounds them to even. Where the latter rounded a
+    tie down, the low half would be 2**15, one more than an int16 can hold, so 2**15 - 1 is taken.
     """
     away, low = split_master(master)
     went_down = (low == -(2**15)) & (value.view(torch.int16) == away.view(torch.int16) - 1)

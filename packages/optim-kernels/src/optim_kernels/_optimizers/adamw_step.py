@@ -21,7 +21,7 @@ from optim_kernels.reference.adamw import AdamWScalars
 
 Group = dict[str, Any]
 State = dict[str, Any]
-# What plain torch updates of a group: the group, the parameters' numbers among all, and the parameters.
+# What plain torch updates: a group, the numbers of its parameters among all, and these parameters.
 TorchPart = tuple[Group, list[int], list[Tensor]]
 
 
@@ -30,9 +30,11 @@ class AdamWStep:
 
     Args:
         groups: all groups of the optimizer.
-        params, states, grads: what is updated; ``members`` says for each the number of its group, and ``places`` its
-            number among all parameters of the optimizer, which with the group's seed is the key of its random bits.
-        starts: where in its parameter each begins, for those that are parts: the number of its first random bits.
+        params, states, grads: what is updated.
+        members: for each parameter the number of its group.
+        places: for each its number among all parameters of the optimizer: the key of its random bits, with the group's
+            seed.
+        starts: for parts of parameters the element at which each begins, from which its random bits are counted.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class AdamWStep:
     ) -> None:
         self.plan = AdamWPlan()
         self._params = params
-        # the tables hold the addresses of what they hold
+        # the plan's tables hold the addresses of the tensors in them
         self.states = KnownStates(states)
         self._has_dtensors = any(map(is_dtensor, params))
         self._kinds = KnownKinds()
@@ -74,11 +76,11 @@ class AdamWStep:
         )
 
     def is_for(self, params: list[Tensor]) -> bool:
-        """Whether these parameters lie where and as the plan has them."""
+        """Whether these parameters have the addresses and kinds that the plan has."""
         return self._places.are_those_of(self._here(params))
 
     def look_at(self, grads: list[Tensor]) -> TensorList:
-        """This step's gradients, as norm and update take them."""
+        """This step's gradients, as both the norm and the update take them."""
         return TensorList(self._here(grads), self._kinds)
 
     def _here(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -109,7 +111,7 @@ class AdamWStep:
         found_inf: Tensor | None,
         clip_factor: Tensor | None,
     ) -> None:
-        """All of ``run`` that can be refused, before anything is launched."""
+        """The part of ``run`` that may raise, before anything is launched."""
         check_numbers(grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
         try:
             scalars = [
@@ -124,16 +126,16 @@ class AdamWStep:
                 for group in groups
             ]
         except (TypeError, IndexError):
-            # which group it is that has no pair of betas
+            # find the group whose betas are no pair
             for group in groups:
                 check_adamw_scalars(group)
             raise
         self.plan.get_ready(grads, scalars, grad_scale, found_inf, clip_factor)
 
     def launch(self) -> None:
-        """The rest of ``run``."""
+        """The rest of ``run``: the launches."""
         self.plan.run()
-        # for autograd, which then refuses to differentiate through values that are gone
+        # tell autograd, which then refuses to differentiate through the overwritten values
         torch.autograd.graph.increment_version(self._params)
 
 
@@ -143,10 +145,10 @@ class PreparedStep:
     Args:
         params, grads: of all groups, one after another.
         places: the numbers of those parameters that the kernels update; plain torch updates the others with gradients.
-        options: the options of a group that it depends on too.
+        options: returns those options of a group on which the prepared step depends.
 
     Attributes:
-        followed, masters: of the parameters with gradients those that have an fp32 master, and it.
+        followed, masters: the parameters with gradients that have an fp32 master and can be followed, and the masters.
     """
 
     def __init__(
@@ -197,8 +199,7 @@ class PreparedStep:
     ) -> bool:
         """Whether the same parameters of the same groups have gradients, at their old places and with their old states.
 
-        Groups, their options, parameters and states are the user's to exchange between steps, as with torch's
-        optimizers.
+        The user may replace groups, their options, parameters and states between steps, as with torch's optimizers.
 
         Args:
             states: ``None`` if nobody can have changed them.
@@ -222,7 +223,7 @@ class PreparedStep:
         )
 
     def has_dense_gradients(self) -> bool:
-        """Whether plain torch may go on; the kernels' gradients have no address otherwise."""
+        """Whether plain torch's gradients are dense; among the kernels', a sparse one fails in ``look_at``."""
         grads = (param.grad for _, _, own in self.with_torch for param in own)
         return all(grad is not None and grad.layout is torch.strided for grad in grads)
 
@@ -231,7 +232,7 @@ class PreparedStep:
         return TensorList([]) if self.kernels is None else self.kernels.look_at(self._of_kernels(grads))
 
     def fits(self, seen: TensorList) -> bool:
-        """Whether the kernels are those for gradients of these dtypes."""
+        """Whether the kernels, if any, are planned for gradients of these dtypes."""
         return self.kernels is None or self.kernels.fits(seen)
 
     def _of_kernels(self, tensors: list[Any]) -> list[Any]:
@@ -247,18 +248,18 @@ def prepared_for(
     known: PreparedStep | None,
     prepare: Callable[[], PreparedStep],
 ) -> tuple[PreparedStep, TensorList]:
-    """What the step needs, ``known`` from an earlier one or prepared anew, and the gradients that kernels will read.
+    """The prepared step, ``known`` from an earlier step or made anew, and the gradients that kernels will read.
 
     Args:
         states: as for ``PreparedStep.is_for``.
-        prepare: refuses gradients that are not dense.
+        prepare: makes a prepared step; raises for gradients that are not dense.
     """
     if known is None or not known.is_for(groups, params, grads, states) or not known.has_dense_gradients():
         known = prepare()
     try:
         seen = known.look_at(grads)
     except RuntimeError:
-        # no address: a gradient has become sparse, which the next line says better
+        # no address: a gradient has become sparse, for which the next line raises a better error
         prepare()
         raise
     return known if known.fits(seen) else prepare(), seen

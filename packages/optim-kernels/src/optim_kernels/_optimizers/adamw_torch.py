@@ -92,7 +92,7 @@ def _torch_step(
 def _scaled(grad: Tensor, scale: Tensor) -> Tensor:
     """The gradient times the factor, rounded once.
 
-    torch would round the factor too, to a gradient's 16 bits, or widen a gradient of no dimensions.
+    torch would round the factor too, to the dtype of a 16-bit gradient, or widen a 0-d gradient.
     """
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
     return (wide * scale.to(wide.device)).to(grad.dtype)
@@ -109,7 +109,7 @@ def _reference_step(
     found_inf: Tensor | None,
     clip_factor: Tensor | None,
 ) -> None:
-    # of DTensors what is here: the update is elementwise
+    # only the local parts of DTensors, since the update is elementwise
     reference.adamw_(
         [local(param) for param in params],
         [local(grad) for grad in grads],

@@ -2,7 +2,7 @@
 
 An optimizer of ours is a ``torch.optim.Optimizer`` whose state keeps its own dtypes. torch casts every loaded tensor of
 the state except ``step`` to the parameter's dtype (pytorch#43706), which turns the fp32 moments of a bf16 parameter, or
-even its int8 codes, into bf16; ``StatefulOptimizer.load_state_dict`` puts the saved values back; the class places
+even its int8 codes, into bf16; ``StatefulOptimizer.load_state_dict`` puts the saved values back; each class places
 them (``_place_state``).
 """
 
@@ -29,7 +29,7 @@ from optim_utils.low_bit import from_plain
 
 _logger = logging.getLogger(__name__)
 
-# What the state of a parameter may have with a number for each of its elements.
+# The entries of a parameter's state that have the parameter's shape.
 _ELEMENTWISE = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master", "master_low")
 
 
@@ -45,7 +45,7 @@ class StatefulOptimizer(Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # always the same object, for wrappers of optimizers copy what these have as attributes
+        # never replaced: wrappers copy the attributes of the optimizer they wrap, and must share this object
         self._writes = FollowedWrites()
         super().__init__(*args, **kwargs)
 
@@ -56,22 +56,23 @@ class StatefulOptimizer(Optimizer):
             self._note_writes()
 
     def _note_writes(self) -> None:
-        """Take it that fp32 masters fit their parameters: what is written to these from now on is followed."""
-        state = self.__dict__["state"]  # which nobody has had in hands for that
+        """Assume that fp32 masters match their parameters now; later writes to the parameters are followed."""
+        state = self.__dict__["state"]  # not `self.state`, which counts as access by the user
         with_masters = [param for _, param in self._parameters() if "master" in state.get(param, {})]
         self._writes.note([*filter(can_be_followed, with_masters)])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over ``state_dict``, of this class or of torch's, in the dtypes this instance works with.
 
-        Options that it lacks keep their values, and so do formats and what chooses the implementation. A master that
-        it lacks, or has in another format, is made by the next step, of the parameter as it is then: the model's own
-        state may be loaded before or after. One that cannot be taken over raises, and leaves the optimizer as it was.
+        Options that it lacks keep their values, and so do this instance's formats and its choice of implementation. A
+        master that it lacks, or has in another format, is made by the next step from the parameter as it is then, so
+        the model's own state may be loaded before or after. If ``state_dict`` does not fit, this raises and leaves the
+        optimizer as it was.
         """
         before = {"state": self.state, "param_groups": self.param_groups}
         loaded: dict[str, Any] = {}
 
-        # Hooks of the user's may replace the dict, and theirs run first: ours sees the one that torch loads.
+        # The user's hooks may replace the dict, and they run first: so ours sees the dict that torch loads.
         def complete(_: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
             saved = content["param_groups"]
             if len(saved) != len(self.param_groups):  # torch's own error is the better one
@@ -105,18 +106,18 @@ class StatefulOptimizer(Optimizer):
         saved_ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
         for saved_id, (group, param) in zip(saved_ids, self._parameters(), strict=True):
             saved = loaded["state"].get(saved_id)
-            # of a parameter that never had a gradient there may be an empty one
+            # a parameter that never had a gradient may have an empty state
             if saved:
                 self._check_shapes(param, saved)
                 self.state[param] = self._place_state(param, group, dict(saved))
         self._note_writes()
 
     def _needed_state(self, group: dict[str, Any]) -> Sequence[str]:
-        """What the state of a parameter in this group cannot be without: by default AdamW's."""
+        """The keys that the state of a parameter in this group must have; by default AdamW's."""
         return NEEDED
 
     def _check_complete(self, loaded: dict[str, Any]) -> None:
-        """Raise ``ValueError`` where a state lacks something: that would begin anew in silence, or fail in a step."""
+        """Raise ``ValueError`` where a state lacks a key: its value would silently start anew, or a step would fail."""
         names = self._parameter_names()
         for group, own in zip(loaded["param_groups"], self.param_groups):
             needed = self._needed_state(group)
@@ -130,7 +131,7 @@ class StatefulOptimizer(Optimizer):
                     )
 
     def _check_shapes(self, param: Tensor, saved: dict[str, Any]) -> None:
-        """Raise ``ValueError`` where a loaded tensor has not a number for each element: kernels would leave it."""
+        """Raise ``ValueError`` where a loaded tensor lacks its parameter's shape: kernels would read out of bounds."""
         for key in _ELEMENTWISE:
             value = saved.get(key)
             if isinstance(value, dict):
@@ -156,7 +157,7 @@ class StatefulOptimizer(Optimizer):
         """A name for every parameter: the one it was given, or its place, ``param_groups[i]['params'][j]``."""
         names = {}
         for i, group in enumerate(self.param_groups):
-            # a user who exchanges parameters may not think of their names
+            # a user who replaces parameters may leave their names as they were
             given = group.get("param_names", ())
             known = len(given) == len(group["params"])
             for j, param in enumerate(group["params"]):
@@ -169,12 +170,15 @@ class StatefulOptimizer(Optimizer):
 
 
 def _without_copies(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """The group for torch, which copies what it loads: not what was there, which a user may hold, or none can copy."""
+    """The group for torch, which deep-copies what it loads; what was here before is exempt from that.
+
+    The user may hold those values, or they may not allow a copy.
+    """
     return {key: value if key in saved else _Kept(value) for key, value in group.items()}
 
 
 class _Kept:
-    """A value whose copy is itself."""
+    """Stands for a value in a deep copy, where the value itself takes its place."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -184,10 +188,10 @@ class _Kept:
 
 
 def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``step`` with torch's hooks around it and its name in profiles, out of sight of ``torch.compile``.
+    """A ``step`` with torch's hooks around it and its name in profiles, not traced by ``torch.compile``.
 
-    torch wraps every optimizer's step to that end, and takes 10 µs for the name alone. Its wrapper is used here too,
-    but entered only while somebody profiles or has registered a hook.
+    torch wraps every optimizer's step for hooks and profiles, and takes 10 µs for the name alone. Its wrapper is used
+    here too, but entered only while a profiler runs or a hook is registered.
     """
     with_hooks = Optimizer.profile_hook_step(step)
 
@@ -204,7 +208,7 @@ def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
         return step(self, *args, **kwargs)
 
     wrapped: Any = torch.compiler.disable(run)
-    # torch's sign that the step needs no wrapper
+    # tells torch that the step needs no wrapper
     wrapped.hooked = True
     return wrapped
 
@@ -224,7 +228,7 @@ def run_closure(closure: Callable[[], Any] | None) -> Any:
 
 
 def checked_factor(clip_factor: Any) -> Tensor | None:
-    """What a caller of ``step`` gave as ``clip_factor``, checked before the step begins; all of a DTensor."""
+    """The ``clip_factor`` that ``step`` was given, checked before the step begins; a DTensor in full."""
     check_numbers(clip_factor=clip_factor)
     factor: Tensor | None = whole(clip_factor)
     return factor
@@ -232,7 +236,7 @@ def checked_factor(clip_factor: Any) -> Tensor | None:
 
 def check_capture(optimizer: Optimizer) -> None:
     """Raise ``RuntimeError`` when a step is being captured into a graph and a group is not ``capturable``."""
-    # before CUDA is initialised nothing is captured, and asking costs more than the answer
+    # nothing is captured before CUDA is initialised, which is cheaper to find out
     if not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():
         return
     if not all(group["capturable"] for group in optimizer.param_groups):
@@ -243,14 +247,14 @@ def check_capture(optimizer: Optimizer) -> None:
 
 
 def log_fallback(optimizer: Optimizer, reasons: Iterable[str]) -> None:
-    """One log line that says which parameters, and why, plain torch updates."""
+    """Log in one line why plain torch updates parameters; ``explain()`` says which."""
     distinct = sorted(set(reasons))
     if distinct:
         _logger.info("%s uses plain torch where %s; see explain()", type(optimizer).__name__, "; ".join(distinct))
 
 
 def launches_line(count: int) -> str:
-    """What ``explain()`` says of the kernels of a step, once there was one."""
+    """The line of ``explain()`` that counts the launches of a step."""
     return f"{count} launch{'es' * (count != 1)} a step"
 
 

@@ -1,14 +1,15 @@
 """fp32 masters that follow what others write to their parameters between two steps.
 
-Beside an fp32 master a step writes the parameter and never reads it. What anybody else has written there since the last
-step (the model's own checkpoint, an average of its weights, a fresh initialisation) it would undo, so before the step
+With an fp32 master a step writes the parameter and never reads it, so it would undo what others have written to the
+parameter since the last step (the model's own checkpoint, averaged weights, a fresh initialisation). Therefore, before
+the step
 
     master  <-  master      where the parameter is the master rounded, as the last step has left it
                 parameter   elsewhere
 
-and what is put back as it was, averages that were in its place included, keeps all its bits. autograd counts writes to
-a tensor, so this is asked of two numbers; what is written past autograd, by ``param.data.copy_(...)``, is not counted.
-A ``"split16"`` master needs none of it: its upper half is the parameter.
+so a value that is put back as it was, after an average stood in its place, say, keeps all bits of its master. autograd
+counts writes to a tensor, so two numbers, count and address, tell whether there were any; writes past autograd, by
+``param.data.copy_(...)``, are not counted. A ``"split16"`` master needs none of this: its upper half is the parameter.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ _version = attrgetter("_version")
 
 
 class FollowedWrites:
-    """How often parameters had been written to, and where they lay, when their masters were last known to fit.
+    """Write counts and addresses that parameters had when their masters were last known to match them.
 
-    The lists of parameters that are given are kept.
+    The lists of parameters that are given are kept, not copied.
     """
 
     def __init__(self) -> None:
-        # the parameters noted last, which mostly are the next ones to be followed; all others by id, as whoever asks
-        # holds them
+        # the parameters noted last, which mostly are the next to be followed; all others are keyed by id, which is
+        # safe because callers hold them
         self._latest: Sequence[Tensor] = ()
         self._versions: list[int] = []
         self._addresses: list[int] = []
         self._others: dict[int, tuple[int, int]] = {}
 
     def note(self, params: Sequence[Tensor]) -> None:
-        """From now on, what is written to these parameters is followed."""
+        """Follow what is written to these parameters from now on."""
         self._note(params, _versions(params), _addresses(params))
 
     def follow(self, params: Sequence[Tensor], values: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-        """Bring masters up to date of those parameters that were written to, or have moved, since they were noted.
+        """Update the masters of those parameters that were written to, or have moved, since they were noted.
 
         Args:
             values: what the masters belong to: the parameters, or a part of each.
@@ -58,7 +59,7 @@ class FollowedWrites:
         self._note(params, versions, addresses)
 
     def note_step(self, params: Sequence[Tensor]) -> None:
-        """A step has written to these parameters and their masters alike."""
+        """Note that a step has written to these parameters and their masters alike."""
         if self._are_latest(params):
             self._versions = _versions(params)
         else:
@@ -77,7 +78,7 @@ class FollowedWrites:
 
 
 def can_be_followed(param: Tensor) -> bool:
-    """Whether autograd counts what is written to the parameter, and it can be asked where it lies."""
+    """Whether autograd counts writes to the parameter, and the parameter has an address."""
     return not param.is_inference() and (is_dtensor(param) or not is_wrapper(param))
 
 
@@ -86,13 +87,13 @@ def _versions(params: Sequence[Tensor]) -> list[int]:
 
 
 def _addresses(params: Sequence[Tensor]) -> list[int]:
-    # for a write may also be another tensor in the parameter's place: param.data = other
+    # a write may also put another tensor in the parameter's place: param.data = other
     return list(map(Tensor.data_ptr, params))
 
 
 @torch.no_grad()
 def _follow(value: Tensor, master: Tensor) -> None:
     value, master = local(value.detach()), local(master)
-    # what does not fit together is for the step to refuse
+    # a mismatch is left for the step to refuse
     if value.device == master.device and value.shape == master.shape:
         master.copy_(torch.where(master.to(value.dtype) == value, master, value.to(master.dtype)))

@@ -1,4 +1,4 @@
-"""Clipping within a step: by the norm of all gradients of an optimizer, so that all its groups say the same of it."""
+"""Clipping within a step, by the norm of all gradients of an optimizer; so all groups must have the same limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optim_kernels._optimizers.base import StatefulOptimizer
 from optim_kernels._options import are_numbers, check_scalars
 from optim_kernels.multi_tensor import TensorList
 
-# The largest norm, or None, and its order; where groups do not name one, it is 2.
+# The largest norm, or None, and the order of the norm, which is 2 for groups that name none.
 Clipping = tuple[float | None, float]
 
 
@@ -23,7 +23,7 @@ def _clipping_of(group: Mapping[str, Any]) -> Clipping:
 
 
 def check_clipping(optimizer: StatefulOptimizer, group: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` unless the group is clipped as the first one is, by a norm that can be formed here."""
+    """Raise ``ValueError`` unless the group clips as the first group does, by a norm that one rank can compute."""
     max_norm, norm_type = _clipping_of(group)
     check_scalars(norm_type=norm_type)
     if norm_type != norm_type:
@@ -49,7 +49,7 @@ def check_clipping(optimizer: StatefulOptimizer, group: Mapping[str, Any]) -> No
 
 
 def clipping_of_step(optimizer: StatefulOptimizer) -> Clipping:
-    """What all groups say by now, where they agree; as `check_clipping` where not."""
+    """The clipping that all groups now ask for; raises as `check_clipping` does where they disagree."""
     each = [_clipping_of(group) for group in optimizer.param_groups] or [(None, 2.0)]
     max_norm, norm_type = each[0]
     are_plain = are_numbers((norm_type,) if max_norm is None else each[0])
@@ -60,7 +60,7 @@ def clipping_of_step(optimizer: StatefulOptimizer) -> Clipping:
 
 
 def check_here(optimizer: StatefulOptimizer, grads: Sequence[Tensor | None]) -> None:
-    """As `check_clipping`, where gradients are spread over ranks: a limit of the norm may have come since."""
+    """Run `check_clipping` again if gradients are spread over ranks: ``max_norm`` may have been set since."""
     if has_dtensors(grads):
         for group in optimizer.param_groups:
             check_clipping(optimizer, group)
@@ -73,7 +73,7 @@ def norm_and_factor(
     norm_type: float,
     grad_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of the gradients, which are ``grad_scale`` times what counts, and the factor that clips it."""
+    """The norm of the gradients divided by ``grad_scale``, and the factor that clips that norm."""
     norm, factor = norms.norm_and_factor(grads, norm_type, max_norm)
     if grad_scale is not None:
         norm = norm / grad_scale.to(norm)

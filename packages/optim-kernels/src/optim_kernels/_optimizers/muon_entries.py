@@ -39,7 +39,7 @@ def init_state(param: Tensor, view: MatrixView, group: Mapping[str, Any], state:
     state.update(missing_master(param, group, state))
     drop_other_masters(group, state)
     if group["stochastic_rounding"]:
-        # on the device, for a captured step counts too
+        # on the device, because a captured step counts too
         if "step" not in state:
             state["step"] = new_count(param.device)
         # in fp32, as the kernels count it up: a user may have cast whole states
@@ -47,7 +47,7 @@ def init_state(param: Tensor, view: MatrixView, group: Mapping[str, Any], state:
 
 
 def convert_state(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-    """Bring the momentum in ``state`` into the group's format, and leave out a master that it does not ask for."""
+    """Bring the momentum in ``state`` into the group's format, and drop masters that the group does not need."""
     dtype = group["momentum_dtype"]
     if dtype is not None and "momentum_buffer" in state:
         state["momentum_buffer"] = state["momentum_buffer"].to(dtype)
@@ -73,7 +73,7 @@ def placed_state(param: Tensor, group: Mapping[str, Any], state: dict[str, Any])
 
 
 def gradient_of(param: Tensor, group: Mapping[str, Any], name: str) -> Tensor | None:
-    """The gradient to use, spread as the parameter is; ``None`` where that is skipped; never allocates ``.grad``."""
+    """The gradient to use, spread as the parameter is; ``None`` to skip the parameter; never allocates ``.grad``."""
     grad = param.grad
     if grad is None:
         # zeros would move a frozen parameter by its momentum, and decay it
@@ -89,7 +89,7 @@ def gradient_of(param: Tensor, group: Mapping[str, Any], name: str) -> Tensor | 
 
 @dataclass(frozen=True, slots=True)
 class MuonEntry:
-    """What one parameter's step needs; DTensors that a rank holds whole are their local tensors here."""
+    """What one parameter's step needs; DTensors that a rank holds whole stand here as local tensors."""
 
     param: Tensor
     grad: Tensor
@@ -104,10 +104,10 @@ def entries_of(
     names: Mapping[Tensor, str],
     numbers: Mapping[Tensor, int],
 ) -> list[MuonEntry]:
-    """The group's parameters that are updated in this step; state that they lack is created.
+    """The entries of the group's parameters that are updated in this step; state that they lack is created.
 
-    Options, parameters and states are the user's to exchange between steps, so they are read and checked anew.
-    ``names`` and ``numbers`` are those of the parameters of all groups.
+    The user may replace options, parameters and states between steps, so they are read and checked anew. ``names`` and
+    ``numbers`` hold the names and numbers of the parameters of all groups.
     """
     check_choices(group)
     entries = []
@@ -132,7 +132,7 @@ def entries_of(
 
 
 def check_state_in_capture(param: Tensor, state: Mapping[Tensor, dict[str, Any]], name: str) -> None:
-    """Raise ``RuntimeError`` where a step that is being captured would make a state, and every replay make it anew."""
+    """Raise ``RuntimeError`` where a captured step would make a state, which every replay would make anew."""
     if is_capturing(param.device) and not state.get(param):
         raise RuntimeError(
             f"a step is being captured into a CUDA graph, but {name} has no state yet, and every replay would make it "
@@ -141,9 +141,9 @@ def check_state_in_capture(param: Tensor, state: Mapping[Tensor, dict[str, Any]]
 
 
 def explained_entry(param: Tensor, view: MatrixView, place: int, state: Mapping[str, Any]) -> MuonEntry:
-    """The entry that a step would make; where there is no gradient or state yet, they are taken to be as the parameter.
+    """The entry that a step would make; a gradient or momentum that is not there yet is taken to be like the parameter.
 
-    What is here of a DTensor is taken for a matrix of its own, which it is where `entries_of` allows it.
+    The local part of a DTensor is taken for a whole matrix, which it is if `entries_of` accepts it.
     """
     values = {key: local(value) for key, value in {"momentum_buffer": param, **state}.items()}
     here = local(param)
@@ -206,7 +206,7 @@ def step_entries(
 
 
 def _whole(tensor: Tensor, name: str) -> Tensor:
-    """The storage of a DTensor that one rank holds whole; other tensors as they are."""
+    """The local tensor of a DTensor that this rank holds whole; other tensors as they are."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(tensor, DTensor):

@@ -111,7 +111,7 @@ def variant_options(name: str) -> dict[str, Any]:
 
 
 def given_options(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what a constructor was told those arguments that differ from its ``own`` defaults."""
+    """Those arguments of a constructor, among its ``defaults``, that differ from its ``own`` defaults."""
     return {
         key: defaults[key]
         for key, value in own.items()
@@ -162,14 +162,14 @@ def _check_numbers(group: Mapping[str, Any]) -> None:
 
 
 def _check_kinds(group: Mapping[str, Any]) -> None:
-    """Raise where a hyperparameter is no number at all."""
+    """Raise where a hyperparameter is not a number."""
     check_scalars(lr=group["lr"], momentum=group["momentum"], weight_decay=group["weight_decay"])
     if group["beta2"] is not None:
         check_scalars(beta2=group["beta2"])
 
 
 def check_choices(group: Mapping[str, Any]) -> None:
-    """`check_group` but for how large numbers are, which of tensors on the device costs a synchronisation."""
+    """`check_group` without the ranges of numbers, which for tensors on the device cost a synchronisation."""
     _check_kinds(group)
     check_switches(**{option: group[option] for option in _SWITCHES})
     if group["adjust_lr_fn"] not in _ADJUST_LR_FNS:
@@ -229,7 +229,7 @@ def view_of(param: Tensor, group: Mapping[str, Any], index: int, name: str) -> M
 
 
 def _checked_view(view: MatrixView, param: Tensor, name: str) -> MatrixView:
-    """The view, if the parameter's strides allow it; a view without ``matrix_shape`` they all do."""
+    """The view, if the parameter's strides allow it; all strides allow a view without ``matrix_shape``."""
     if view.matrix_shape and type(param) in PLAIN_TYPES:
         try:
             view.views(param.detach())

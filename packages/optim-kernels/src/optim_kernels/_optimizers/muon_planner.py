@@ -1,9 +1,9 @@
-"""Muon's parameters sorted by who updates them: grouped launches in plans, or `functional.muon_`.
+"""Muon's parameters sorted by what updates them: grouped launches in plans, or `functional.muon_`.
 
 A plan serves the parameters that share everything but hyperparameters: the rule, the orthogonalisation, the dtypes.
-Plans are kept from step to step, and dropped when a tensor that they hold was replaced; but what a CUDA graph of the
-caller's has captured is kept, for its replays read it. As long as steps resemble each other, the parameters are not
-sorted again (`muon_steady`).
+Plans are kept from step to step, and dropped when one of their tensors is replaced; but a plan that a CUDA graph of the
+caller's has captured is kept, because replays read its tables. As long as steps resemble each other, the parameters are
+not sorted again (`muon_steady`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from optim_kernels.functional.muon_plan import MuonPlan, MuonTensors
 
 _Options = tuple[Hashable, ...]
-# Options, dtypes and device.
+# Options, dtypes and device; then alignment with tiles="shape", and the part's number with a workspace.
 _Key = tuple[Hashable, ...]
 
 
@@ -39,7 +39,7 @@ class _Batch:
     """What one plan updates: tensors, and the groups whose hyperparameters they use.
 
     Args:
-        nbytes_of_x: what X takes of a workspace.
+        nbytes_of_x: how many bytes of a workspace X takes.
     """
 
     groups: list[Mapping[str, Any]]
@@ -48,12 +48,12 @@ class _Batch:
     nbytes_of_x: int = 0
 
     def parts(self, limit: int) -> list[_Batch]:
-        """The batch in parts that take so many bytes of a workspace, or have one parameter; matrices alike together."""
+        """The batch in parts of ``limit`` bytes of a workspace at most, or of one parameter; like matrices together."""
         from optim_kernels.functional.muon_plan import workspace_of
 
         of_x, of_factors = zip(*workspace_of(self.tensors, **_step_options_of(self.groups[0])))
         sizes = [sum(both) for both in zip(of_x, of_factors)]
-        # of one size, so that none is left with what does not fill a chip
+        # parts of about one size, so that no small rest is left that does not fill a chip
         share = sum(sizes) / cdiv(sum(sizes), limit)
         parts: list[list[int]] = []
         taken = limit
@@ -75,7 +75,7 @@ class _Batch:
 
 
 def _step_options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a plan of the group's parameters computes."""
+    """The arguments of a plan of the group's parameters that say what it computes."""
     return {
         "rule": rule_of(group),
         "ns": ns_config_of(group),
@@ -90,12 +90,12 @@ class MuonPlanner:
     Args:
         tiles: with ``"shape"`` the bits of a parameter depend on it alone, and not on which others are stepped with it,
             which costs speed.
-        spare: how many multiprocessors stay free beside launches that hold theirs for a whole iteration, for kernels of
-            others that come meanwhile: NCCL's would else wait for the end of each. No bits depend on it.
+        spare: how many multiprocessors stay free for other kernels beside launches that last for a whole iteration:
+            NCCL's kernels would otherwise wait for the end of each such launch. No bits depend on it.
         workspace: memory for Newton–Schulz, which planners may share. Parameters are stepped in parts that fit.
 
     Raises:
-        ValueError: for other tiles, and for a negative number.
+        ValueError: for unknown ``tiles``, and for a ``spare`` that is no number of multiprocessors.
     """
 
     def __init__(self, tiles: Tiles = "auto", *, spare: int = 0, workspace: Workspace | None = None) -> None:
@@ -105,12 +105,12 @@ class MuonPlanner:
         self._tiles, self._spare, self._workspace = tiles, spare, workspace
         self._plans: dict[_Key, MuonPlan] = {}
         self._groups: dict[_Key, list[Mapping[str, Any]]] = {}
-        # plans that graphs read, of other tensors than those of the latest step with these options
+        # plans that graphs read, of other tensors than those of the latest step with the same key
         self._captured: dict[_Key, list[MuonPlan]] = {}
         self._latest: list[MuonPlan] = []
         # why plain torch did parts of the latest `step`
         self.fallbacks: list[str] = []
-        # what `again` does, if plans did all of the latest step, of gradients where they are
+        # what `again` runs; only if plans did all of the latest step, and read the gradients where they are
         self._done: list[tuple[MuonPlan, Groups]] | None = None
         self._options = KnownOptions([])
         self._steady: SteadyStep | None = None
@@ -148,7 +148,7 @@ class MuonPlanner:
             batches = self._in_parts(batches, self._workspace)
         self._drop_outdated()
         self._steady = self._done = None
-        # what they refuse they refuse before anything has moved
+        # these may raise, so they come before anything is updated
         self._latest = [self._plan_for(key, batch) for key, batch in batches.items()]
         hypers = [_hypers_of(batch.groups) for batch in batches.values()]
         for group, rest in others:
@@ -156,7 +156,7 @@ class MuonPlanner:
         factor = gradient_scale(clip_factor, grad_scale)
         for plan, hyper in zip(self._latest, hypers):
             plan.run(hyper, factor=factor, found_inf=found_inf)
-        # copies are of what gradients were
+        # a copy holds what the gradient was in that step
         if not others and not any(plan.num_copied for plan in self._latest):
             self._done = [(plan, batch.groups) for plan, batch in zip(self._latest, batches.values())]
             self._options = KnownOptions([group for group, _ in entries])
@@ -174,7 +174,7 @@ class MuonPlanner:
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> bool:
-        """One step like the one before, whatever gradients and hyperparameters are now; ``False``: it is another.
+        """One step like the one before, with the present gradients and hyperparameters; ``False`` if more has changed.
 
         ``state``: ``None`` if nobody can have changed it since.
         """
@@ -183,7 +183,7 @@ class MuonPlanner:
             return False
         factor = gradient_scale(clip_factor, grad_scale)
         hypers = [_hypers_of(its_groups) for _, its_groups in self._steady.plans]
-        # what they refuse they refuse before anything has moved
+        # these may raise, so they come before anything is updated
         for (plan, _), its_grads in zip(self._steady.plans, grads):
             plan.refresh(its_grads, same_layout=True)
         for (plan, _), hyper in zip(self._steady.plans, hypers):
@@ -197,10 +197,10 @@ class MuonPlanner:
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> bool:
-        """The latest `step` once more, with the hyperparameters that its groups have now; ``False``: it is another.
+        """The latest `step` once more, with the hyperparameters that its groups have now; ``False`` if not possible.
 
-        For callers who know that groups, entries and all their tensors, gradients too, are those that they gave and lie
-        where they did. Options are compared here.
+        For callers who know that groups, entries and all their tensors, gradients too, are those they gave to `step`,
+        at the same addresses. Only options are compared here.
         """
         if self._done is None or not self._options.are_unchanged():
             return False
@@ -211,7 +211,7 @@ class MuonPlanner:
         return True
 
     def forget(self) -> None:
-        """Make plans anew at the next step; those that graphs read are kept."""
+        """Drop all plans but those that graphs read; the next step makes plans anew."""
         for key in self._plans:
             self._put_aside(key)
         self._plans, self._groups, self._latest, self._steady, self._done = {}, {}, [], None, None
@@ -229,7 +229,7 @@ class MuonPlanner:
                 self._drop(key)
 
     def _in_parts(self, batches: Mapping[_Key, _Batch], workspace: Workspace) -> dict[_Key, _Batch]:
-        """The batches in numbered parts, for which there is room; plans of more parts than these are given up."""
+        """The batches in numbered parts, with workspace reserved; plans of parts that no longer exist are dropped."""
         parts = {(*key, i): part for key, each in batches.items() for i, part in enumerate(each.parts(workspace.limit))}
         for key in [key for key in self._plans if key not in parts and key[:-1] in batches]:
             self._drop(key)
@@ -286,7 +286,7 @@ class MuonPlanner:
         if self._tiles == "shape":
             from optim_kernels.functional.muon_plan import alignment_of
 
-            # a plan has what all its parameters have
+            # a plan is aligned only if all its parameters are
             key += alignment_of(tensors)
         batch = batches.setdefault(key, _Batch([], [], []))
         if not batch.groups or batch.groups[-1] is not group:
@@ -296,7 +296,7 @@ class MuonPlanner:
         batch.tensors.append(tensors if number == 0 else replace(tensors, group=number))
 
     def _put_aside(self, key: _Key) -> None:
-        """Keep a plan that graphs read, though its steps are over."""
+        """Keep the plan of ``key`` aside if captured graphs read it."""
         plan, aside = self._plans[key], self._captured.setdefault(key, [])
         if plan.was_captured and plan not in aside:
             aside.append(plan)
@@ -309,7 +309,7 @@ def why_not_grouped(entry: MuonEntry, group: Mapping[str, Any]) -> str | None:
 
 
 def _launched(entry: MuonEntry, group: Mapping[str, Any], ns: NSConfig) -> MuonTensors | str:
-    """What grouped launches need of a parameter that they update, or what keeps them from it."""
+    """The tensors that grouped launches need to update a parameter, or what keeps them from updating it."""
     if group["impl"] == "torch":
         return "impl='torch'"
     if group["impl"] == "auto" and not entry.param.is_cuda:
@@ -342,11 +342,11 @@ _HYPER = ("lr", "weight_decay", "momentum", "beta2")
 
 
 def _hypers_of(groups: Groups) -> list[tuple[Any, ...]]:
-    """The groups' hyperparameters; what is no number is refused, so nothing may have moved yet."""
+    """The groups' hyperparameters; raises if one is not a number, so call it before anything is updated."""
     hypers = []
     for group in groups:
         beta2 = group["beta2"]
-        # which the device is not asked for
+        # values on the device are not read
         hyper = (group["lr"], group["weight_decay"], group["momentum"], 0.0 if beta2 is None else beta2)
         if not are_numbers(hyper):
             check_scalars(**dict(zip(_HYPER, hyper)))

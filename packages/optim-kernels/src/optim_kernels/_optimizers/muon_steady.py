@@ -1,8 +1,8 @@
-"""A step like the one before: what has to be looked at to know that, and no more.
+"""Recognise a step like the one before, by looking at no more than that takes.
 
 From step to step a training loop changes gradients and hyperparameters. Everything else that decides what the plans do
 (options, which parameters have gradients, the tensors of parameters and state) is compared here with what it was, by
-identity where that is enough. It costs a fraction of a microsecond a parameter, where sorting them anew costs ten.
+identity where that is enough. It costs a fraction of a microsecond a parameter; sorting parameters anew costs ten.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ State = Mapping[Tensor, dict[str, Any]]
 
 
 class KnownOptions:
-    """What groups say beside their hyperparameters; the groups are the same objects."""
+    """The options of groups but for hyperparameters, to tell whether the same groups still have them."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = list(groups)
         self._options = [tuple(map(_kept, _options_of(group))) for group in groups]
 
     def are_unchanged(self) -> bool:
-        """Whether they still say so."""
+        """Whether the groups still have these options."""
         return list(map(_options_of, self._groups)) == self._options
 
 
@@ -66,12 +66,12 @@ class SteadyStep:
         self._updated = [_Updated(entries) for _, _, entries in batches]
         updated = {id(entry.param) for _, _, entries in batches for entry in entries}
         self._skipped = [p for group in groups for p in group["params"] if id(p) not in updated]
-        # what a group does about a missing gradient it does once they are unfrozen
+        # once one is unfrozen, the group's ``missing_grad`` applies to it
         self._frozen = [p for p in self._skipped if not p.requires_grad]
         self._params = [list(group["params"]) for group in groups]
 
     def gradients(self, groups: Groups, state: State | None) -> list[list[Tensor]] | None:
-        """Each plan's gradients, if nothing but them and hyperparameters has changed; else ``None``.
+        """Each plan's gradients, if nothing but gradients and hyperparameters has changed; else ``None``.
 
         Args:
             state: ``None`` if nobody can have changed it.
@@ -96,7 +96,7 @@ class SteadyStep:
         return found
 
     def _has_its(self, state: State) -> bool:
-        """Whether the states are those of the parameters, and hold what they held."""
+        """Whether ``state`` has the same dicts as then, and they hold the same tensors."""
         return (
             len(state) == len(self._states)
             and all(map(is_, state.values(), self._states))
@@ -115,7 +115,7 @@ class _Updated:
         self._kinds = self._known.of(grads)
 
     def gradients(self) -> list[Tensor] | None:
-        """Their gradients, if those are laid out as before, and the parameters lie where they did."""
+        """The parameters' gradients, if these have the layout of before and the parameters have not moved."""
         given = list(map(_grad, self._params))
         # types first: there may be no gradient, and wrappers may refuse to say how they are laid out
         if list(map(type, given)) != self._types or self._known.of(given) != self._kinds:
@@ -128,5 +128,5 @@ def _options_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _kept(value: Any) -> Any:
-    """The option as it is now: the user may write to a list."""
+    """The option with its lists copied, because the user may write to them."""
     return type(value)(map(_kept, value)) if type(value) in (list, tuple) else value

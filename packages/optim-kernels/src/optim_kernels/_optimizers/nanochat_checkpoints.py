@@ -3,8 +3,8 @@
     momentum_buffer          (K, r, c)      for the K parameters r×c of a group
     second_momentum_buffer   (K, r, 1) if r ≥ c else (K, 1, c)
 
-Its groups hold parameters of one shape, which is what makes the stack possible. What nanochat does not have, masters
-and the step counts of stochastic rounding, is stacked in the same way.
+Its groups hold parameters of one shape, which is what makes the stack possible. Masters and the
+step counts of stochastic rounding, which nanochat does not have, are stacked in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 def stack_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A ``state_dict`` of ours in nanochat's form; groups whose parameters differ in shape are an error."""
-    # whoever has looked for a state that is not there has left an empty one
+    # looking up a state that is missing leaves an empty one
     state = {i: each for i, each in state_dict["state"].items() if each}
     for index, group in enumerate(state_dict["param_groups"]):
         if group["kind"] == "muon":

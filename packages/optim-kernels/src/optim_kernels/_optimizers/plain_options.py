@@ -1,7 +1,7 @@
 """Options of a group as a state dict holds them: in the types that torch's checkpoint functions take.
 
-``get_optimizer_state_dict`` with ``full_state_dict`` or ``cpu_offload`` refuses all but numbers, strings, tensors and
-lists of such, so that a dtype is its name there: ``"torch.float32"``.
+``get_optimizer_state_dict`` with ``full_state_dict`` or ``cpu_offload`` accepts only numbers, strings, tensors and
+lists of these, so a dtype is stored as its name: ``"torch.float32"``.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-# also in pairs
+# options that hold a dtype, or a pair of them
 _DTYPES = ("state_dtype", "momentum_dtype", "ns_dtype")
 
 
 def with_dtype_names(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group as a state dict has it."""
+    """A group as a state dict has it: dtypes become their names."""
     return {**group, **{option: _named(group[option]) for option in _DTYPES if option in group}}
 
 
 def with_dtypes(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A group of a state dict as an optimizer has it; dtypes that are none but names are found again."""
+    """A group of a state dict as an optimizer has it: names of dtypes become dtypes again."""
     return {**saved, **{option: _found(saved[option]) for option in _DTYPES if option in saved}}
 
 
@@ -34,7 +34,7 @@ def _named(value: Any) -> Any:
 def _found(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(map(_found, value))
-    # "int8" is a format and no dtype
+    # "int8" is a format, not a dtype
     if not (isinstance(value, str) and value.startswith("torch.")):
         return value
     found = getattr(torch, value.removeprefix("torch."), None)

@@ -1,10 +1,10 @@
-"""A state that nobody but its optimizer has had in hands: it is still as the last step left it.
+"""Optimizers that know whether their state is private: if nobody else has read it, it is as the last step left it.
 
-Tables on the device hold the addresses of the tensors of a state, and a user may change any of these between two steps:
-``state[key] = other``, ``tensor.data = other``. Only the tensors themselves tell, and to ask all of them is up to half
-of what a step takes on the host. But whoever changes them has got them from ``optimizer.state``: as long as nobody has
-read that, there is nothing to ask. ``state_dict()`` gives away other tensors over the same memory, and
-``load_state_dict`` takes over such.
+Tables on the device hold the addresses of a state's tensors, and a user may change any of these tensors between two
+steps: ``state[key] = other``, ``tensor.data = other``. Finding that out means checking all tensors, which takes up to
+half of a step's time on the host. But a user gets the tensors from ``optimizer.state`` alone: as long as nobody has
+read that, nothing has to be checked. ``state_dict()`` hands out other tensors over the same memory, and
+``load_state_dict`` stores such tensors too.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ _to_local = methodcaller("to_local")
 
 
 class Access:
-    """Whether the state is the optimizer's alone.
+    """Whether only the optimizer has read its state.
 
-    An object, and always the same, for wrappers of optimizers copy what these have as attributes, and give away the
-    state in their place.
+    An object that is never replaced: wrappers copy the attributes of the optimizer they wrap, and hand out the state in
+    its place.
     """
 
     is_private = False
 
 
 class KnownStates:
-    """What states of parameters hold, and where it lies: to be asked about once somebody has read them."""
+    """What states of parameters hold, and where it lies; to be compared once somebody has read the states."""
 
     def __init__(self, states: Iterable[Mapping[str, Any]]) -> None:
-        # views of the states tell what these hold later
+        # live views, which show what the states hold later
         self._contents = [state.values() for state in states]
         self._held = list(chain.from_iterable(self._contents))
-        # what is here of a DTensor may become another tensor; steps are without gradients, where `to_local` gives that
+        # a DTensor's local tensor may be replaced; under no_grad, as in steps, `to_local` returns it itself
         self._spread = [value for value in self._held if is_dtensor(value)]
         self._here = list(map(local, self._spread))
         self._stored = list(chain.from_iterable(map(with_memory, map(local, self._held))))
         self._places = KnownPlaces(self._stored)
 
     def are_unchanged(self) -> bool:
-        """Whether they hold what they held, and that lies in memory where, and as, it did."""
+        """Whether the states hold the same tensors as before, with the same addresses and kinds."""
         held = list(chain.from_iterable(self._contents))
         return (
             len(held) == len(self._held)
@@ -60,7 +60,7 @@ class KnownStates:
 
 
 class PrivateState(StatefulOptimizer):
-    """An optimizer that knows whether anybody else has seen its state; itself it reads ``_own_state``."""
+    """An optimizer that knows whether anybody else has read its state; its own code reads ``_own_state``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._access = Access()
@@ -71,7 +71,7 @@ class PrivateState(StatefulOptimizer):
     def state(self) -> Any:
         """The state of each parameter, as in torch; whoever has read this may change it at any time from then on."""
         if "state" not in self.__dict__:
-            # wrappers that pretend to be of this class ask the optimizer itself then
+            # wrappers that pretend to be of this class then ask the optimizer they wrap
             raise AttributeError(f"{type(self).__name__} has no state")
         self._access.is_private = False
         return self._own_state
@@ -86,19 +86,19 @@ class PrivateState(StatefulOptimizer):
         return self.__dict__["state"]
 
     def _state_to_check(self) -> Any:
-        """The state if somebody may have changed it since the last step, ``None`` if it is as that left it."""
+        """The state if somebody may have changed it since the last step, ``None`` if it is as that step left it."""
         return None if self._access.is_private else self._own_state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._access = self.__dict__.get("_access", Access())
         super().__setstate__(state)
-        # what this is made of may belong to another optimizer: copy.copy
+        # after copy.copy the state belongs to another optimizer too
         self._access.is_private = False
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, but with tensors of its own, which share the memory of the state's.
+        """A state dict as torch's, but with other tensor objects, which share the memory of the state's tensors.
 
-        Who wants to give that memory back for a while does it by way of ``state``.
+        To free that memory for a while, go by way of ``state``.
         """
         is_private = False
 
@@ -110,13 +110,13 @@ class PrivateState(StatefulOptimizer):
             self._access.is_private = is_private
             content["state"] = {key: _aliases(state) for key, state in content["state"].items()}
 
-        # torch reads the state between the two; hooks of the user's, who may read it too, come before and after
+        # torch reads the state between these two hooks; the user's hooks, which may read it too, run before and after
         with self.register_state_dict_pre_hook(before), self.register_state_dict_post_hook(after, prepend=True):
             return super().state_dict()
 
     def _put_back(self, loaded: dict[str, Any]) -> None:
         super()._put_back(loaded)
-        # from here on all of it is new
+        # from here on all tensor objects are new, so nobody else has them
         for _, param in self._parameters():
             if param in self._own_state:
                 self._own_state[param] = _aliases(self._own_state[param])
@@ -127,5 +127,5 @@ def _aliases(state: Any) -> Any:
     """The state of a parameter in other tensors that share its memory."""
     if isinstance(state, dict):
         return {key: _aliases(value) for key, value in state.items()}
-    # a state with a graph (differentiable=True) is no kernel's
+    # a state with an autograd graph (differentiable=True) is never read by kernels
     return state.detach() if isinstance(state, Tensor) and not state.requires_grad else state

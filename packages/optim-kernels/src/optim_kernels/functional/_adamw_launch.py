@@ -1,9 +1,9 @@
 """The tensors of an AdamW plan that one launch updates: their tables on the device and the compiled kernel.
 
-Three tables, by how often they change: the chunk map and the records with the plan's tensors, which stay; and one table
-of what a step may bring anew, first an ``address, slice stride`` for each gradient, then a row of hyperparameters for
-each group. A step in which nothing changed uploads nothing, any other step uploads the last table in one copy. A list
-of one tensor is told by arguments where it is.
+There are three tables. The chunk map and the records of the plan's tensors stay; the third table holds what a step may
+change: first an ``address, slice stride`` for each gradient, then a row of hyperparameters for each group. A step in
+which nothing changed uploads nothing, any other step uploads the third table in one copy. A lone tensor needs no
+records: arguments of the kernel say where it is.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ class AdamWLaunch:
         self._device = members[0].param.device
         self._slots = {step: slot for slot, step in enumerate(dict.fromkeys(m.step.data_ptr() for m in members))}
         self._records, self._changing = DeviceTable(self._device), DeviceTable(self._device)
-        # this launch's place among those of a step on the device, and their number
+        # this launch's place among a step's launches on the device, and how many these are
         self._order, self._total = order, total
         self._own_aligned = [_is_aligned(member) for member in members]
         self._aligned: list[bool] = []
-        # what the changing table holds, and what of it has still to be uploaded
+        # what the changing table holds, and whether it is uploaded
         self._addresses: list[int] = []
         self._kinds: list[Any] = []
         self._slice_strides: list[int] = []
         self._scalars: Sequence[AdamWScalars] = ()
         self._grad_rows = self._scalar_rows = b""
         self._is_uploaded = False
-        # whether a graph that is being captured fills tables: they are there when it has been replayed, for it alone
+        # whether a capture fills the tables: they then have their content when that graph is replayed, for it alone
         self.is_promised = False
         # learning rates and betas on the device, kept while the launch may read them
         self._scalar_tensors: list[Tensor] = []
@@ -70,7 +70,7 @@ class AdamWLaunch:
         # clip factor, gradient scale, found_inf
         self._factors: tuple[Tensor, ...] = ()
         self._is_alone = False
-        # of the kernel's arguments the numbers, which stay as long as the gradients do
+        # the kernel's integer arguments, which stay as long as the gradients do
         self._numbers: tuple[int, ...] = ()
         self._chunks: ChunkMap
         self._rows: list[Record]
@@ -83,7 +83,7 @@ class AdamWLaunch:
         are_alike = grads.kinds == self._kinds and not self.copies
         if are_alike and addresses == self._addresses:
             return
-        # nothing is known until all is done: a call that fails may leave tables of either list
+        # forget the old list first: a call that fails midway may leave tables of either list
         self._kinds = []
         if not are_alike or 0 in addresses:
             addresses = self._take(grads.tensors)
@@ -102,7 +102,7 @@ class AdamWLaunch:
         self._addresses, self._kinds = addresses, grads.kinds
 
     def _take(self, grads: Sequence[Tensor]) -> list[int]:
-        """Check gradients of a new kind and copy those that are stored otherwise; where each is to be read."""
+        """Check gradients of a new kind and copy those in another layout; return the addresses to read."""
         own = list(grads)
         self.copies = []
         for i, (member, grad) in enumerate(zip(self._members, own)):
@@ -141,7 +141,7 @@ class AdamWLaunch:
         for member, count in zip(self._members, self._chunks.counts):
             slot_chunks[member.step.data_ptr()] += count
         self._rows = [self._record(member, slot_chunks) for member in self._members]
-        # chunks of one size need no map
+        # a lone tensor in chunks of one size needs no map
         self._is_alone = len(self._members) == 1 and tuned.chunk > 0
         if not self._is_alone:
             self._records.update(array("q", chain.from_iterable(self._rows)).tobytes())
@@ -205,7 +205,7 @@ class AdamWLaunch:
         found_inf: Tensor | None,
         clip_factor: Tensor | None,
     ) -> None:
-        """Put on the device what ``run`` reads, with the gradients of the last ``refresh``."""
+        """Upload what ``run`` reads: hyperparameters, factors, and the gradients of the last ``refresh``."""
         numbers = are_numbers(chain.from_iterable(scalars))
         if not numbers:
             for each in scalars:
@@ -237,7 +237,7 @@ class AdamWLaunch:
             self._launch((chunks.words, self._records.words, self._grads_view, *changing), self._numbers)
 
     def _place_of_one(self, grad: int) -> tuple[int, ...]:
-        """What a lone tensor's kernel is told of it and of its gradient's address."""
+        """The kernel's arguments for a lone tensor, with its gradient at address ``grad``."""
         record = self._rows[0]
         return (
             record.param,
@@ -261,7 +261,7 @@ class AdamWLaunch:
     def _set_scalars(self, scalars: Sequence[AdamWScalars], numbers: bool) -> None:
         if not numbers:
             scalars = [each._replace(lr=readable(each.lr, self._device)) for each in scalars]
-        # a copy, for the caller may write to its list
+        # a copy, because the caller may write to its list
         self._scalars = list(scalars) if numbers else ()
         self._scalar_tensors = [value for each in scalars for value in each if isinstance(value, Tensor)]
         rows = hyperparameter_rows(scalars)
@@ -277,7 +277,7 @@ class AdamWLaunch:
 
 
 def _is_aligned(member: PlannedTensor) -> bool:
-    """Whether parameter and state, and the blocks of random bits, start at multiples of 16 bytes."""
+    """Whether parameter and state start at multiples of 16 bytes, and random bits at a block of 8 elements."""
     states = (addresses(state)[0] for _, state in member.states() if state is not None)
     blocks = not member.stochastic_rounding or member.start % 8 == 0
     return blocks and is_aligned(member.param.data_ptr(), *states)

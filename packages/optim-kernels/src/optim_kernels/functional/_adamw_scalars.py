@@ -1,8 +1,8 @@
 """The hyperparameters of all groups as the kernels read them: rows of fp64 numbers.
 
-Numbers are written by the host. A learning rate on the device is an address, which the kernel follows, and betas on the
-device are copied into their row on the device: so a tensor is read when the step runs, also when a CUDA graph replays
-it, and nothing waits for its value.
+The host writes Python numbers. For a learning rate on the device it writes the address, which the kernel follows; betas
+on the device are copied into their row on the device. So a tensor is read when the step runs, also when a CUDA graph
+replays it, and nothing waits for its value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def hyperparameter_rows(scalars: Sequence[AdamWScalars]) -> bytes:
 
 def _row(scalars: AdamWScalars) -> list[float]:
     lr = scalars.lr
-    # a place for what no number is equal to
+    # NaN holds the place of a beta on the device: no number is equal to it, so a change to one is noticed
     beta1, beta2 = (math.nan if on_device(beta) else float(beta) for beta in (scalars.beta1, scalars.beta2))
     address = 0
     if on_device(lr):

@@ -163,14 +163,14 @@ class PlannedTensor:
 
 
 def addresses(moment: Tensor) -> tuple[int, int]:
-    """Where a moment is, and where the scales of its codes are (0 without)."""
+    """The address of a moment, and of the scales of its codes (0 without codes)."""
     if isinstance(moment, LowBitTensor):
         return moment.codes.data_ptr(), moment.scale.data_ptr()
     return moment.data_ptr(), 0
 
 
 def with_memory(value: object) -> list[Tensor]:
-    """The tensors that hold a value of a state, which may be no tensor: of codes those and their scales."""
+    """The tensors that store a value of a state: for 8-bit codes both codes and scales; none if it is no tensor."""
     if isinstance(value, LowBitTensor):
         return [value.codes, value.scale]
     return [value] if isinstance(value, Tensor) else []
@@ -186,7 +186,7 @@ def _stored_as(moment: Tensor) -> str:
 
 
 def check_shared_steps(tensors: Sequence[PlannedTensor], grads: Sequence[Tensor]) -> None:
-    """Raise ``ValueError`` if tensors share a step count that is not advanced once: in one launch, by all or none."""
+    """Raise ``ValueError`` if a shared step count would not advance once: in one launch, by all its tensors or none."""
     first: dict[int, tuple[int, Any]] = {}
     for tensor, grad in zip(tensors, grads):
         flag = None if tensor.present is None else tensor.present.data_ptr()
@@ -200,7 +200,7 @@ def check_shared_steps(tensors: Sequence[PlannedTensor], grads: Sequence[Tensor]
 
 
 def check_apart(params: Sequence[Tensor]) -> None:
-    """Raise ``ValueError`` if two parameters are one, or share memory: two programs would update it at once."""
+    """Raise ``ValueError`` if two parameters are one tensor, or share memory: two programs would update it at once."""
     found = sharing_memory(params)
     if found is None:
         return
@@ -219,7 +219,7 @@ def _check_memory(name: str, tensor: Tensor) -> None:
 
 
 def _check_sign(name: str, tensor: Tensor) -> None:
-    """Raise ``ValueError`` for what is stored with the other sign, and would have to be written so."""
+    """Raise ``ValueError`` for a lazily negated tensor, which would have to be written negated."""
     if tensor.is_neg():
         raise ValueError(f"{name}, {description(tensor)}, is negated lazily; give its resolve_neg()")
 

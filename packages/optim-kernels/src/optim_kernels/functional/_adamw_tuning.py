@@ -11,14 +11,14 @@ from optim_kernels._impl import is_interpreted
 from optim_kernels.functional._adamw_tensor import CODE_BLOCK, Signature
 from optim_kernels.multi_tensor import ChunkSize
 
-# a tile of a lone small tensor in codes, a block for each of four warps, and the elements for a multiprocessor up to
-# which a chunk is one such tile, or two
+# for a lone small tensor in codes: elements of a tile, one block for each of four warps; and the elements per
+# multiprocessor up to which a chunk is one such tile, or two
 FOUR_BLOCKS = 4 * CODE_BLOCK
 MOST_IN_ONE, MOST_IN_TWO = 12 * FOUR_BLOCKS, 48 * FOUR_BLOCKS
 
 
 class Tuning(NamedTuple):
-    """Elements of a chunk, elements that a program has in registers at a time, warps and registers of a program.
+    """Elements of a chunk, elements that a program has in registers at a time, its warps, and registers of a thread.
 
     A chunk of 0 elements stands for chunks of several sizes.
     """
@@ -31,12 +31,12 @@ class Tuning(NamedTuple):
 
 
 def tuning(kind: Signature, numels: Sequence[int], num_multiprocessors: int) -> Tuning:
-    """The fastest of those measured on an H200 (``benchmarks/NOTES.md``), by what is read for an element.
+    """The fastest of the tunings measured on an H200 (``benchmarks/NOTES.md``), by the bytes read for an element.
 
     Narrow elements need few bytes and many instructions, so a program's fixed cost is spread over several tiles, and 64
-    or 72 registers hold two tiles of them; of wider elements they would spill. With codes a warp has a block of the
-    tile alone. In a list it is the whole program, which waits for no other warp; in a small tensor, whose programs
-    hardly begin before they end, four warps have one program between them.
+    or 72 registers hold two tiles; two tiles of wider elements would spill. With codes each warp has its own block. In
+    a list one warp is the whole program and waits for no other warp. In a lone small tensor, whose programs end soon
+    after they begin, a program has four warps.
     """
     if torch.uint8 in (kind.exp_avg, kind.exp_avg_sq):
         if is_interpreted():
@@ -54,7 +54,7 @@ def tuning(kind: Signature, numels: Sequence[int], num_multiprocessors: int) -> 
     if len(numels) == 1:
         return Tuning(1024, 1024, 128, 4)
     if registers is not None:
-        # with four tiles a program, where there are so many that it does not matter how the last ones end
+        # four tiles a program, where there are so many programs that the uneven end of the last ones is small
         is_long = sum(numels) > num_multiprocessors << 21
         return Tuning(4096 if is_long and read <= 8 else 2048, 1024, 128, 4, registers)
     return Tuning(1024, 1024, 128, 2)
@@ -63,9 +63,10 @@ def tuning(kind: Signature, numels: Sequence[int], num_multiprocessors: int) -> 
 def code_chunks(num_multiprocessors: int) -> list[ChunkSize]:
     """Chunks of 4, 8, 16 and then 24 blocks of codes, from the front of the list, whose programs come last.
 
-    To start costs a program of one warp as much as most of a block, and at the end the device waits for half a chunk.
-    So most chunks are large, and the last ones small: two, one and one of the small sizes for each of the 28 programs
-    of a warp that a multiprocessor's registers hold. None has more blocks than ``_kernels.moment_scales.MOST_BLOCKS``.
+    Starting a program of one warp costs as much as most of a block, and at the end the device waits for half a chunk.
+    So most chunks are large, and those that run last are small: two of 4 blocks, one of 8 and one of 16 for each of the
+    28 one-warp programs that a multiprocessor's registers hold. None has more blocks than
+    ``_kernels.moment_scales.MOST_BLOCKS``.
     """
     programs = 28 * num_multiprocessors
     sizes = [(count * programs, blocks * CODE_BLOCK) for count, blocks in ((2, 4), (1, 8), (1, 16))]

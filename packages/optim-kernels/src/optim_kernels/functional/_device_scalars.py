@@ -1,4 +1,4 @@
-"""Numbers that are tensors on a device: the host could read them only by waiting, so kernels do."""
+"""Numbers that are tensors on a device: the host could read them only by waiting, so kernels read them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def readable(value: Scalar, device: torch.device) -> Scalar:
 
 
 def as_scalar(value: Tensor | None, neutral: Tensor) -> Tensor:
-    """``value``, or ``neutral`` in place of none: one fp32 number on the device of the latter."""
+    """``value``, or ``neutral`` in place of ``None``, as one fp32 number on the device of ``neutral``."""
     if value is None:
         return neutral
     is_ready = value.dtype == torch.float32 and value.device == neutral.device

@@ -1,10 +1,10 @@
 """One elementwise launch over many tensors that lie flat in memory: checks, chunks, and the table of `muon_elements`.
 
     a tensor's row    addresses | numel, programs | what else stays from step to step        int64
-    a group's row     for each number its value (fp64) and the address of one that takes its place, or 0
+    a group's row     for each number its value (fp64) and the address of a tensor that takes its place, or 0
 
-The table is one, so that one upload brings all that has changed, and where nothing has there is none. What tensors are
-is looked at again when they are of another kind than before; where they lie, in every step.
+All is one table, so that one upload brings all changes; if nothing has changed there is none. Tensors are checked again
+when their kinds have changed; their addresses are compared in every step.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from optim_kernels.reference.muon import Scalar
 if TYPE_CHECKING:
     from optim_kernels._triton import Launch
 
-# Elements and warps of a program: a thread asks twice for 16 bytes of each 16-bit tensor. And registers of a thread, so
-# that a multiprocessor has six programs at a time, with 48 KB of two such tensors on their way: 2.9 TB/s on an H100.
+# Elements and warps of a program: a thread loads 16 bytes of each 16-bit tensor twice. And registers of a thread, few
+# enough for six programs on a multiprocessor, which have 48 KB of two such tensors in flight: 2.9 TB/s on an H100.
 TILE, NUM_WARPS, MAX_REGISTERS = 2048, 4, 80
 
-# What lists that are not values of parameters have.
+# The dtypes of masters and step counts; tensors of other lists are in one of KERNEL_DTYPES.
 DTYPES = {"masters": (torch.float32, torch.int16), "steps": (torch.float32,)}
 
 Lists = Mapping[str, Sequence[Tensor] | None]
 
 
 class ElementLaunch:
-    """Lists of tensors, of which the first, the second, ... of all lists belong together, element by element.
+    """One launch over lists of tensors: those at the same place in all lists belong together, element by element.
 
     Args:
         kernel: its name in ``_kernels.muon_elements``.
@@ -59,11 +59,11 @@ class ElementLaunch:
     def __init__(self, kernel: str, written: Sequence[str]) -> None:
         self._kernel, self._written = kernel, written
         self._known = KnownKinds()
-        # what tables were made for: kinds and addresses of all tensors, and the rest that `follow` was told
+        # what tables were made for: kinds and addresses of all tensors, and the other arguments of `follow`
         self._kinds: list[Any] | None = None
         self._addresses: list[int] = []
         self._told: tuple[Any, ...] = ()
-        # whether a graph that is being captured fills the chunk map: it is there when that has been replayed, for it
+        # whether a capture fills the chunk map: it then has its content when that graph is replayed, for it alone
         self._is_promised = False
         self._scalar_tensors: list[Tensor] = []
         self._aligned: list[bool]
@@ -75,7 +75,7 @@ class ElementLaunch:
         self.device: torch.device
         # the factor that changes nothing
         self.one: Tensor
-        # for each tensor a number that its programs count up to their number, and clear
+        # a counter for each tensor: its programs count themselves in it, and the last one clears it
         self.counters: Tensor
 
     def follow(
@@ -84,21 +84,21 @@ class ElementLaunch:
         """Take note of this step's tensors.
 
         Args:
-            lists: by the names that errors give them, those that are one number a tensor (``steps``) included; the
-                first says how many elements there are.
-            columns: what else is in the tensors' rows.
-            constants: what the kernel is compiled for behind its tile.
-            starts: elements of its parameter in front of each tensor, where random bits are counted by them.
+            lists: keyed by the names that errors give them, including lists of one number a tensor (``steps``); the
+                first list says how many elements each tensor has.
+            columns: the further columns of the tensors' rows.
+            constants: compile-time arguments of the kernel behind its tile.
+            starts: how many elements of its parameter precede each tensor, where random bits are counted by them.
         """
         tensors = [*chain.from_iterable(each for each in lists.values() if each is not None)]
         kinds, addresses = self._known.of(tensors), list(map(Tensor.data_ptr, tensors))
         lengths = [None if each is None else len(each) for each in lists.values()]
-        # copies, for the caller may write to its lists
+        # copies, because the caller may write to its lists
         told = (tensors[0].device, lengths, [*map(list, columns)], list(constants))
         is_new = kinds != self._kinds or told != self._told or self._is_promised
         if not is_new and addresses == self._addresses:
             return
-        # nothing is known until all is done: a call that fails may leave tables of either list
+        # forget the old list first: a call that fails midway may leave tables of either list
         self._kinds = None
         if is_new:
             self._take(lists, columns)
@@ -113,7 +113,7 @@ class ElementLaunch:
         self._kinds, self._addresses, self._told = kinds, addresses, told
 
     def _take(self, lists: Lists, columns: Sequence[Sequence[int]]) -> None:
-        """Check the tensors, and make a table with what stays."""
+        """Check the tensors, and make a table with the columns that stay."""
         _check(lists, self._written)
         like = next(iter(lists.values())) or ()
         self.device = like[0].device
@@ -130,7 +130,7 @@ class ElementLaunch:
         self._rows[column :: self._width] = array("q", values)
 
     def _locate(self, lists: Lists, addresses: Sequence[int], starts: Sequence[int]) -> list[bool]:
-        """Write the addresses; which tensors begin at multiples of 16 bytes, and of eight elements in a parameter."""
+        """Write the addresses; return which tensors are at multiples of 16 bytes, and of 8 elements of a parameter."""
         count = len(self.counters)
         aligned = [start % 8 == 0 for start in starts] or [True] * count
         begin = 0
@@ -161,7 +161,7 @@ class ElementLaunch:
         self._aligned, self._is_promised = aligned, is_capturing(self.device)
 
     def run(self, groups: Sequence[Sequence[Scalar]], *tensors: Tensor) -> None:
-        """Launch on the current stream, with the numbers of each group and the kernel's arguments behind the table."""
+        """Launch on the current stream, with the numbers of each group and further arguments of the kernel."""
         numbers = [readable(number, self.device) for number in chain.from_iterable(groups)]
         # kept while the launch may read them
         self._scalar_tensors = [number for number in numbers if on_device(number)]
@@ -218,7 +218,7 @@ def _check_memory(lists: Lists) -> None:
     for name, tensors in lists.items():
         for place, tensor in enumerate(tensors or ()):
             if tensor.numel() and tensor.data_ptr() == 0:
-                # of the same kind as the tensor before it, so that nobody has asked yet
+                # its kind is that of the tensor before it, so `_take` has not checked it
                 reason = why_not_taken(name, tensor, tensor) or "has no memory: its storage was freed"
                 raise ValueError(f"{name}[{place}] {reason}")
 

@@ -21,8 +21,8 @@ def check_numbers(**numbers: Any) -> None:
     """Raise unless each number that is given is a tensor of one element.
 
     Raises:
-        TypeError: for a number of Python's.
-        ValueError: for several numbers, with which plain torch would scale the last dimension.
+        TypeError: for a Python number.
+        ValueError: for a tensor of several numbers, which plain torch would broadcast along the last dimension.
     """
     for name, number in numbers.items():
         if number is None:
@@ -67,7 +67,7 @@ def check_masters(params: Sequence[Tensor], masters: Sequence[Tensor | None] | N
 
 
 def check_counts(steps: Any) -> None:
-    """Raise ``TypeError`` unless step counts are tensors, which a step advances."""
+    """Raise ``TypeError`` unless step counts are tensors, since a step advances them in place."""
     counts = steps if isinstance(steps, Sequence) else [steps]
     if not all(isinstance(count, Tensor) for count in counts):
         raise TypeError(

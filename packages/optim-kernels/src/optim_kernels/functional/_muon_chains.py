@@ -17,12 +17,12 @@ from optim_kernels.multi_tensor import DeviceTable
 
 
 class StepChain:
-    """The chain of all matrices of one short side, for one step after another.
+    """The launch of all matrices of one short side, the same for every step.
 
     Args:
-        number: of the chain in the plan, which chooses its counter.
+        number: the chain's number in the plan, which chooses its counter.
         ending: what follows the last product; an update takes the compile-time arguments ``of_update``.
-        spare: how many multiprocessors stay free beside it.
+        spare: how many multiprocessors the launch leaves free.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class StepChain:
         self._launch = ChainLaunch(chain, ending=ending, spare=spare, **options)
 
     def take(self, inputs: StepInputs) -> None:
-        """Read these from now on."""
+        """Read these inputs from now on."""
         tables = self._tables
         of_last = (tables.matrices, inputs.hyper, inputs.control, tables.lr_scales, tables.parts)
         self._addresses.update(array("q", map(Tensor.data_ptr, of_last)).tobytes())

@@ -1,4 +1,4 @@
-"""In words, how the products of a Muon plan are cut into tiles."""
+"""How the products of a Muon plan are cut into tiles, in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Muon step is told on the device: where gradients lie, hyperparameters, a factor and found_inf."""
+"""The inputs of a Muon step on the device: addresses of gradients, hyperparameters, a factor and found_inf."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ NUM_HYPER: int = fields.NUM_HYPER.value
 
 
 class StepInputs:
-    """One table, so that one upload brings all that has changed; scalars on the device are copied into it.
+    """All inputs in one table, so that one upload brings all changes; scalars on the device are copied into it.
 
         words   an address for each matrix (int64) | hyperparameters of each group (fp32) | factor, found_inf (fp32)
 
-    A captured step keeps its own table: what a graph reads is not what later steps write.
+    A captured step keeps its own table: later steps do not write to the table that a graph reads.
 
     Attributes:
-        grads, hyper, control: the three parts.
+        grads, hyper, control: the three parts of the table.
     """
 
     def __init__(self, num_matrices: int, num_groups: int, device: torch.device) -> None:
@@ -36,21 +36,21 @@ class StepInputs:
         self._addresses = b""
 
     def set_addresses(self, addresses: Sequence[int]) -> None:
-        """Where each matrix's gradient begins, from the next ``update`` on."""
+        """Set where each matrix's gradient begins, from the next ``update`` on."""
         padding = [0] * (self._num_addresses - len(addresses))
         self._addresses = array("q", [*addresses, *padding]).tobytes()
 
     def update(
         self, hyper: Sequence[Sequence[float | Tensor]], factor: Tensor | None, found_inf: Tensor | None
     ) -> bool:
-        """Bring the table up to date; whether its parts are new tensors, which a recorded launch does not know."""
+        """Bring the table up to date; return whether its parts are new tensors, which recorded launches do not read."""
         control: list[Any] = [1.0 if factor is None else factor, 0.0 if found_inf is None else found_inf]
         values = [*chain.from_iterable(hyper), *control]
-        # factors differ from step to step, and a graph must not keep what one on the host is now: it is copied like the
-        # others, which torch refuses to capture
+        # a factor differs from step to step, and a graph must not keep the present value of one on the host: so it is
+        # copied as well, which torch refuses to capture
         are_tensors = [*map(on_device, values[:-2]), *(isinstance(value, Tensor) for value in control)]
         numbers = array("f", [0.0 if is_tensor else float(x) for x, is_tensor in zip(values, are_tensors)])
-        # a number is not what a tensor has left in its place
+        # so that a number is uploaded over what a tensor has left in its place, even if it is the 0 that stood for it
         kinds = bytes(are_tensors) + bytes(-len(are_tensors) % 8)
         is_new = self._table.update(self._addresses + numbers.tobytes() + kinds)
         if is_new:

@@ -33,7 +33,7 @@ from optim_kernels.reference.muon import MuonRule
 
 # Values that one program of a per-matrix kernel reduces at a time.
 LINE_BLOCK = 1024
-# Programs that share the writing of a matrix's X once more; interpreted ones cost time even where there is no need.
+# Programs that share writing a matrix's X again if its guessed norm was far off; interpreted ones always cost time.
 RESCUERS = 2 if is_interpreted() else 16
 
 
@@ -44,7 +44,7 @@ class StepOptions:
     Args:
         state_is_aligned: whether parameters, momentum and masters keep the promise of ALIGNED (`_kernels.muon_tiles`).
         tiles: what tiles are chosen by.
-        spare: multiprocessors that launches which last leave to others.
+        spare: multiprocessors that long launches leave free for other kernels.
     """
 
     rule: MuonRule
@@ -75,7 +75,7 @@ class StepOptions:
 
     @property
     def has_factors(self) -> bool:
-        """Whether O is multiplied with factors that need all of it first."""
+        """Whether O is multiplied by factors that are computed from all of O."""
         return self.variance or self.rule.renormalize
 
     @property
@@ -85,7 +85,7 @@ class StepOptions:
 
     @property
     def updates_in_last_product(self) -> bool:
-        """Whether O goes from the last product straight into the parameters."""
+        """Whether the last product updates the parameters in its epilogue, without storing O."""
         return not self.has_factors and not self.draws_bits and self.state_is_aligned
 
     @property
@@ -126,7 +126,7 @@ class Launches:
         self._chains = [StepChain(chain, number, ns, tables, **common) for number, chain in enumerate(chains)]
 
     def take_inputs(self) -> None:
-        """Read the parts that the inputs have now."""
+        """Let the chains read the tensors that the inputs have now."""
         for chain in self._chains:
             chain.take(self._inputs)
 
@@ -137,7 +137,7 @@ class Launches:
             chain.keep_for_graph()
 
     def launch(self, *, may_branch: bool = False) -> None:
-        """The whole step; small families on branches of their own, if a graph records it that may have some."""
+        """Launch the whole step; with ``may_branch``, for recording a graph, small families go on parallel branches."""
         if self._options.rule.row_equilibrate:
             self._equilibrated_momentum()
         else:
@@ -151,7 +151,7 @@ class Launches:
                 self._orthogonalize(family, products)
         if self._options.has_factors:
             self._variance()
-        # as plain torch does, parameters that need no bits are counted too
+        # as in plain torch, steps are counted also for parameters that need no bits
         if self._options.stochastic_rounding:
             back.advance_kernel[(len(self._tables.steps),)](self._tables.steps, self._inputs.control, **FUSED)
         if not self._options.updates_in_last_product:
@@ -159,7 +159,7 @@ class Launches:
 
     @property
     def count(self) -> int:
-        """How many launches that is."""
+        """How many launches a step takes."""
         options = self._options
         around = 2 if options.rule.row_equilibrate else 3
         around += options.has_factors + options.stochastic_rounding + (not options.updates_in_last_product)
@@ -167,7 +167,7 @@ class Launches:
 
     @property
     def _gains_by_branches(self) -> bool:
-        """Whether families fill each other's last rounds; on the ping-pong schedule each fills the chip by itself."""
+        """Whether families fill each other's last waves; on the ping-pong schedule each fills the chip by itself."""
         batches = [batch for family in self._families for batch in family]
         return len(self._families) > 1 and not all(batch.takes_ping_pong for batch in batches)
 
@@ -250,10 +250,10 @@ class Launches:
         iterate([batch.x for batch in family], self._options.ns, products)
         for last in products.last:
             self._last_product(last)
-        products.last.clear()  # their factors' memory is for others from here on
+        products.last.clear()  # frees the factors' memory for others
 
     def _last_product(self, last: LastProduct) -> None:
-        """The last product of a batch, with the update of its parameters or what that has to know of O."""
+        """The last product of a batch, with the update of its parameters, or the sums over O that the update needs."""
         t, tile = self._tables, last.batch.last_tile
         count, m, n = last.x.shape
         if self._options.updates_in_last_product and last.batch.takes_ping_pong:
@@ -363,9 +363,9 @@ class Launches:
 
 
 def _iteration_launches(family: Family, ns: NSConfig) -> int:
-    """Launches of one family's iteration: two for each shape a step or block, the others once."""
+    """Launches of a family's iteration: in each step or block two for each shape, the others for all shapes at once."""
     shapes = len(family)
     if ns.method_for(*family[0].x.shape[-2:]) == "standard":
         return sum(2 * shapes + (1 if c != 0.0 else 0) for _, _, c in ns.triples)
-    # of a block of k steps: Z each, P and R in all but the last, Q in all but the first
+    # in a block of k steps: Z in each step, P and R in all but the last, Q in all but the first
     return sum(len(block) + 3 * (len(block) - 1) + 2 * shapes for block in ns.blocks)

@@ -1,4 +1,4 @@
-"""Parameters as Muon's grouped launches see them: matrices of lines of adjacent elements, and what keeps one out."""
+"""Parameters as Muon's grouped launches see them: matrices of lines of adjacent elements, and what excludes one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MuonTensors:
     seed: int = 0
 
     def address_key(self) -> tuple[Any, ...]:
-        """What the tables hold of the tensors that stay, to tell when they have been replaced or are read otherwise."""
+        """What the tables hold of parameter and state, to tell when a tensor was replaced or is read otherwise."""
         optional = (0 if t is None else t.data_ptr() for t in (self.second_moment, self.master, self.step))
         addresses = (self.param.data_ptr(), self.momentum_buffer.data_ptr(), *optional)
         return (*addresses, self.param.stride(), self.view, self.group, self.place, self.seed)
@@ -74,7 +74,7 @@ class Matrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """X's: the short side first."""
+        """The shape of X: the short side first."""
         return min(self.outer, self.inner), max(self.outer, self.inner)
 
     @property
@@ -83,7 +83,7 @@ class Matrix:
 
     @property
     def lines_are_columns(self) -> bool:
-        """Whether V has a value for each column of X, which is the longer side, rather than of a square X's rows."""
+        """Whether V has a value for each column of X, the longer side; if not, X is square and V follows its rows."""
         return self.outer != self.inner or self.rows_are_inner
 
     @property
@@ -157,13 +157,13 @@ def is_aligned(matrix: Matrix, *tensors: Tensor | None) -> bool:
 def alignment_of(t: MuonTensors) -> tuple[bool, bool]:
     """Whether all matrices of a parameter keep the promise of ALIGNED, and whether those of its gradient do as well.
 
-    A plan makes the promise that all its parameters keep. Without the first O is stored, and so rounded, before
-    parameters are updated by it; without the second sums are added in another order.
+    A plan makes a promise only if all its parameters keep it. If the state does not, O is stored, and so rounded,
+    before it updates the parameters; if the gradient does not, sums are added in another order.
     """
     tensors = [t.param, t.momentum_buffer, *([] if t.master is None else [t.master])]
     has_sizes = _has_aligned_sizes(tuple(t.param.shape), tuple(t.param.stride()), t.view)
     state_is_aligned = has_sizes and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-    # with other strides, or another sign, it is copied
+    # a gradient with other strides or sign is copied, and its copy is aligned
     is_read = t.grad.stride() == t.param.stride() and not t.grad.is_neg()
     return state_is_aligned, state_is_aligned and not (is_read and t.grad.data_ptr() % 16)
 
@@ -181,7 +181,7 @@ def address_of(tensor: Tensor | None, offset: int) -> int:
 
 
 def check_memory(tensors: Sequence[MuonTensors]) -> None:
-    """Raise ``ValueError`` for tensors whose storage was freed; a plan has no empty ones."""
+    """Raise ``ValueError`` for tensors whose storage was freed; a plan has no empty tensors."""
     for number, t in enumerate(tensors):
         for name, tensor in (
             ("params", t.param),
@@ -189,13 +189,13 @@ def check_memory(tensors: Sequence[MuonTensors]) -> None:
             ("second_moments", t.second_moment),
             ("masters", t.master),
         ):
-            # of a plan that is only looked at none has
+            # meta tensors, of a plan that is only looked at, never have memory
             if tensor is not None and tensor.data_ptr() == 0 and not tensor.is_meta:
                 raise ValueError(f"{name}[{number}] has elements but no memory: its storage was freed")
 
 
 def check_steps(tensors: Sequence[MuonTensors]) -> None:
-    """Raise ``ValueError`` unless each step count is one fp32 number: kernels read, and write, no other."""
+    """Raise ``ValueError`` unless each step count is one fp32 number: kernels read and write nothing else."""
     for number, t in enumerate(tensors):
         if t.step is not None and (t.step.dtype != torch.float32 or t.step.numel() != 1):
             raise ValueError(

@@ -48,7 +48,7 @@ class StepProducts(TritonProducts):
         self.begin()
 
     def begin(self) -> None:
-        """Another step begins."""
+        """Begin another step."""
         self._grams = 0
         self._rectangular = {batch.first: 0 for batch in self._family}
         self.last: list[LastProduct] = []

@@ -1,8 +1,8 @@
 """What a Muon plan keeps on the device: tables of its matrices and tiles, X buffers, room for sums.
 
-Matrices are numbered so that those of one shape are neighbours, a batch, and batches that share a short side and an
-iteration are too, a family. Where all batches of one short side are orthogonalised in one launch, they are a chain
-whatever their iterations, and their X is cut into panels (`_hopper.chain_kernel`).
+Matrices of one shape are a batch, and batches that share a short side and an iteration are a family; both are numbered
+consecutively. Batches of one short side that are orthogonalised in one launch are a chain instead, whatever their
+iterations, and their X is cut into panels (`_hopper.chain_kernel`).
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from optim_kernels.functional._muon_workspace import Memory
 ROW_STEP = 8
 STRIP: int = fields.STRIP.value
 PANEL: int = fields.PANEL.value
-# Of the last product: its epilogue hides behind the other program's main loop; and where those are too few.
+# Tiles of the last product: one whose epilogue hides behind another program's main loop, and a smaller one where there
+# would be too few of the former.
 LAST_TILE, SMALL_LAST_TILE = Tile(128, 128, 64, 4, 3), Tile(64, 128, 64, 4, 3)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The matrices ``first …`` of one shape.
+    """The matrices of one shape, numbered from ``first`` on.
 
     Args:
         shape: (count, m, n).
-        x, other: two buffers that X goes back and forth between: ``[count, m, n]``, or those panels of the chain's that
-            are the batch's. One buffer, if X stays where it is.
-        last_tile: of the last product.
+        x, other: two buffers between which X goes back and forth: ``[count, m, n]``, or the batch's panels of the
+            chain's buffers. They are the same buffer if X stays where it is.
+        last_tile: the tile of the last product.
         chosen_for: for how many matrices tiles are chosen.
     """
 
@@ -100,8 +101,8 @@ def families_of(
 
     Args:
         stores_last: the last product is stored as any other, so that X moves once more.
-        tiles: with ``"shape"`` a chain has those alone that cannot do without, which are the longest of a short side.
-        memory: gives room for X.
+        tiles: with ``"shape"`` a chain has only batches that need one, which are the longest of a short side.
+        memory: allocates room for X.
     """
     families: list[Family] = []
     chains: list[ChainedBatches] = []
@@ -156,7 +157,7 @@ def _chained(
     device: torch.device,
     memory: Memory,
 ) -> ChainedBatches:
-    """Batches (n, count) of short side m, numbered from ``first`` on, in buffers of panels; whether their X moves."""
+    """Batches (n, count) of short side m, numbered from ``first`` on, in buffers of panels; X of some ``moves``."""
     panels = [count * cdiv(n, PANEL) for n, count in shapes]
     x = memory(sum(panels), m, PANEL, dtype=dtype, device=device)
     num_moved = sum(panels[: max((place for place, does in enumerate(moves, start=1) if does), default=0)])
@@ -198,15 +199,15 @@ def _family_key(matrix: Matrix, ns: NSConfig) -> tuple[int, bool, int]:
 
 
 class XPlace(NamedTuple):
-    """Where the iteration has a matrix: its first and last X, ``[m, n]`` or ``[panels, m, PANEL]``."""
+    """Where the iteration keeps a matrix: its first and last X, ``[m, n]`` or ``[panels, m, PANEL]``."""
 
     x: Tensor
     o: Tensor
-    last_tile: Tile  # of the product that makes the last one
+    last_tile: Tile  # of the product that makes the last X
 
     def num_columns(self, n: int) -> int:
         """How many columns may be written, zeros beyond the matrix's n."""
-        # sums of a product over X's columns reach to the end of a step
+        # products that sum over X's columns read to the end of a step
         step = TILE if self.x.ndim == 3 else ROW_STEP
         return cdiv(n, step) * step
 
@@ -250,14 +251,14 @@ class MuonTables:
 
         self.matrices = on_device(rows, torch.int64)
         self.tile_map = on_device(tile_map, torch.int32)
-        # long rows first, for short ones to fill the end
+        # long rows first, so that short ones fill the end
         self.strip_map = on_device([(number, first) for _, number, first in sorted(strips)], torch.int32)
         self.lr_scales = on_device([matrix.scale for matrix in matrices], torch.float32)
         steps = {t.step.data_ptr() for t in tensors if t.step is not None}
         self.steps = on_device(sorted(steps), torch.int64)
-        # of each matrix: the power of two that X is first written with, what is missing to norm 1, and its square
+        # for each matrix: υ, the power of two that X is first written with; σ, the factor missing to norm 1; and σ²
         self.units, self.scales, self.squared_scales = (room(len(rows), dtype=torch.float32) for _ in range(3))
-        # of each matrix the tiles that are done, and of each chain the next tile's number
+        # for each matrix how many tiles are done, and for each chain the number of the next tile
         self.progress = room(len(rows) + len(chains), dtype=torch.int32)
         # Σ U² of each tile, or of each row; Σ O² of each part of a line; the factor of each line
         self.sums = room(len(tile_map), dtype=torch.float64)
@@ -267,7 +268,7 @@ class MuonTables:
 
 
 def _row(t: MuonTensors, matrix: Matrix, place: XPlace) -> list[int]:
-    """A matrix's row of the table, but for where its own begin among the tiles, lines and parts of all."""
+    """A matrix's row of the table, except where its tiles, lines and parts begin among those of all matrices."""
     x, n = place.x, matrix.shape[1]
     outer_tiles, inner_tiles = matrix.tiles
     row = [0] * fields.NUM_FIELDS.value
@@ -298,7 +299,7 @@ def _row(t: MuonTensors, matrix: Matrix, place: XPlace) -> list[int]:
 
 
 def _parts_of_a_line(matrix: Matrix, place: XPlace) -> int:
-    """Into how many tiles of the last product a line falls, each of which leaves a sum."""
+    """Into how many tiles of the last product a line falls; each tile leaves a sum."""
     m, n = matrix.shape
     return cdiv(m, place.last_tile.rows) if matrix.lines_are_columns else cdiv(n, place.last_tile.columns)
 
@@ -307,13 +308,13 @@ def _strips(number: int, matrix: Matrix, place: XPlace) -> list[tuple[int, int, 
     """(−length of the rows, number of the matrix, first row) of each strip of rows."""
     num_rows, num_columns = matrix.rows_and_columns
     n = matrix.shape[1]
-    # X's columns reach as far where they are the rows
+    # where the rows are X's columns, strips cover the zeros beyond them too
     last_row = place.num_columns(n) if num_rows == n else num_rows
     return [(-num_columns, number, row) for row in range(0, last_row, STRIP)]
 
 
 def _places(batch: Batch, ns: NSConfig) -> list[XPlace]:
-    """Where each matrix of a batch is."""
+    """The place of each matrix of a batch."""
     last = batch.other if num_rectangular(batch.shape, ns, in_chain=batch.in_panels) % 2 else batch.x
     count = batch.shape[0]
     pairs = (x.unflatten(0, (count, -1)) for x in (batch.x, last)) if batch.in_panels else (batch.x, last)

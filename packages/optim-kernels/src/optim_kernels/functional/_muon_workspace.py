@@ -1,10 +1,10 @@
-"""Memory in which Muon plans orthogonalize one after another, in place of memory of their own.
+"""Memory that Muon plans share, orthogonalising one after another, instead of having memory of their own.
 
-    of a matrix m×n at most     x m n' + k m²  elements
+    a matrix m×n takes at most  x m n' + k m²  elements
 
-for X in x buffers, one where it stays and two where it moves, with n rounded up to the chain's panels, and the k
-factors that live at a time: A and S, or R, Z, P, Q and new ones. All plans have X in one piece of memory. Factors are
-made by launches, and in recorded ones out of a pool that the graphs share, for no plan keeps any from step to step.
+X has x buffers, one if it stays in place and two if it moves; n' is n rounded up to the chain's panels; k factors live
+at a time: A and S, or R, Z, P, Q and new ones. All plans have X in one piece of memory. Factors are allocated as
+products are launched; recorded launches share one pool for them, since no plan keeps a factor from step to step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.copy_engine import ALIGNMENT as ROW_ALIGNMENT
 from optim_kernels._newton_schulz.tiles import cdiv
 
-# Where a buffer begins: addresses that the copy engine takes.
+# Buffers begin at multiples of so many bytes, which the copy engine takes.
 ALIGNMENT = 256
 # Factors that live at a time where each product is a launch (`iterations`).
 STANDARD_SQUARES, GRAM_SQUARES = 3, 5
@@ -31,7 +31,7 @@ _MOST_MB = 2.0**40  # instead of infinity
 
 
 class Memory(Protocol):
-    """Gives room for X."""
+    """Allocates room for X."""
 
     def __call__(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor: ...
 
@@ -41,9 +41,10 @@ class _Planner(Protocol):
 
 
 class Workspace:
-    """What the plans of an optimizer share, which run one after another, in one stream or in streams that wait.
+    """Memory shared by plans that run one after another, in one stream or in streams that wait for each other.
 
-    There is one memory for X a device. What graphs of the caller's read stays where it is, when that becomes another.
+    Each device has one piece of memory for X. When a larger piece replaces it, the old piece stays as long as graphs of
+    the caller's read it.
 
     Args:
         limit: bytes that all of a plan's matrices may take at a time; those of one parameter may take more.
@@ -56,11 +57,11 @@ class Workspace:
         self._graphs: dict[torch.device, WeakSet[torch.cuda.CUDAGraph]] = {}
 
     def add_planner(self, planner: _Planner) -> None:
-        """Let it forget its plans when X gets other memory, for that of before to be free."""
+        """Register a planner, which forgets its plans when X gets other memory, so that the old memory is freed."""
         self._planners.add(planner)
 
     def reserve(self, nbytes: int, device: torch.device) -> None:
-        """Have so much memory for X; if that is more than there was, all plans are forgotten."""
+        """Have at least ``nbytes`` of memory for X; if that is more than before, all planners forget their plans."""
         if device in self._rooms and len(self._rooms[device]) >= nbytes:
             return
         self._rooms.pop(device, None)
@@ -73,21 +74,21 @@ class Workspace:
         return _Carved(self._rooms[device])
 
     def pool(self, device: torch.device) -> Any:
-        """Where graphs of recorded launches allocate; ``None`` for memory that is new."""
-        # no handle of our own: torch takes none again whose graphs have all gone
+        """The pool in which graphs of recorded launches allocate; ``None`` for a new one."""
+        # from a live graph: torch refuses the handle of a pool whose graphs are all gone
         return next((graph.pool() for graph in self._graphs.get(device, ())), None)
 
     def add_graph(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
-        """Let graphs to come allocate where this one did, as long as it is there."""
+        """Let later graphs allocate in the pool of this one, as long as this one is there."""
         self._graphs.setdefault(device, WeakSet()).add(graph)
 
 
 def workspace_for(ns_workspace_mb: float | None) -> Workspace | None:
-    """One of so many 2^20 bytes, if any.
+    """A workspace of ``ns_workspace_mb`` times 2^20 bytes; ``None`` for ``None``.
 
     Raises:
         ValueError: for numbers that are not positive.
-        TypeError: for what is no number.
+        TypeError: for anything that is not a number.
     """
     if ns_workspace_mb is None:
         return None
@@ -99,13 +100,13 @@ def workspace_for(ns_workspace_mb: float | None) -> Workspace | None:
 
 
 def nbytes_of_x(m: int, n: int, dtype: torch.dtype, *, moves: bool) -> int:
-    """The most that X takes of a matrix with short side m and long side n."""
+    """The most bytes that X takes, of a matrix with short side m and long side n."""
     return (1 + moves) * dtype.itemsize * m * cdiv(n, BLOCK) * BLOCK
 
 
 @lru_cache(maxsize=1024)
 def nbytes_of_factors(m: int, n: int, ns: NSConfig, dtype: torch.dtype) -> int:
-    """The most that all factors of such a matrix take."""
+    """The most bytes that all factors of such a matrix take."""
     squares = GRAM_SQUARES if ns.method_for(m, n) == "gram" else STANDARD_SQUARES
     squares = max(squares, num_squares(jobs_of(ns, m, n, in_factors=True)))
     if ns.row_factors:
@@ -116,7 +117,7 @@ def nbytes_of_factors(m: int, n: int, ns: NSConfig, dtype: torch.dtype) -> int:
 
 
 class _Carved:
-    """Gives one piece of the room after the other."""
+    """Allocates pieces of a room, one behind the other."""
 
     def __init__(self, room: Tensor) -> None:
         self._rest = room

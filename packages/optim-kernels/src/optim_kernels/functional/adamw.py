@@ -65,8 +65,9 @@ def adamw_(
         steps: 0-d tensors that count the steps taken so far, one a tensor or shared; each is advanced once. The
             kernels want them in fp32 on the parameters' device.
         masters: per tensor ``None``, its fp32 master, or the int16 low half that completes a bf16 parameter.
-        grad_scale: what gradients are divided by; found_inf: if nonzero, nothing is changed, step counts included.
-        clip_factor: what gradients are multiplied with.
+        grad_scale: what gradients are divided by.
+        found_inf: if nonzero, nothing is changed, step counts included.
+        clip_factor: what gradients are multiplied by.
         stochastic_rounding: whether bf16 parameters and moments are rounded at random, by the packed stream of
             ``optim_utils.rounding`` with key ``(seed, indices[i])`` from element ``starts[i]`` on.
         present: per tensor ``None`` or a 0-d tensor; 0 leaves tensor, state and step count alone.
@@ -85,9 +86,9 @@ def adamw_(
     check_impl(impl)
     check_switches(stochastic_rounding=stochastic_rounding)
     check_numbers(grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
-    # what a plan was made for, the kernels can update
+    # the kernels can update whatever a plan was made for
     planned = plan is not None and impl != "torch" and plan.is_for(params)
-    # torch's own functions take an empty list for none
+    # an empty list stands for none, as in torch's own functions
     max_exp_avg_sqs, masters = max_exp_avg_sqs or None, masters or None
     starts, present = starts or None, present or None
     if not planned:
@@ -174,17 +175,17 @@ def adamw_(
     )
     scalars = scalars_of(len(params), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
     plan.step(seen, scalars, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
-    # for autograd, which then refuses to differentiate through values that are gone
+    # tell autograd, which then refuses to differentiate through the overwritten values
     torch.autograd.graph.increment_version(params)
 
 
 def _listed(value: Any) -> Sequence[Any] | None:
-    """A hyperparameter that is given one a tensor; None for one that all share."""
+    """A hyperparameter that is listed, with one entry a tensor; ``None`` for one that all tensors share."""
     return value if isinstance(value, Sequence) and not isinstance(value, str) else None
 
 
 def _check_hyperparameters(lr: Any, betas: Any, eps: Any, weight_decay: Any, maximize: Any) -> None:
-    """Raise where one that all share, or one of those that are given one a tensor, is of another kind."""
+    """Raise for a hyperparameter of the wrong kind, whether all tensors share it or each has its own."""
     for check, name, value in (
         (check_scalars, "lr", lr),
         (check_scalars, "eps", eps),

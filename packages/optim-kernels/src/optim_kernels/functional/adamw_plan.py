@@ -33,11 +33,11 @@ class AdamWPlan:
 
     def __init__(self) -> None:
         self._launches: list[AdamWLaunch] = []
-        # the arguments of the last `prepare`; of gradients only what tells whether others are like them
+        # the arguments of the last `prepare`; of gradients only addresses, kinds and layouts, to compare others with
         self._tensors: list[Sequence[Tensor | None]] = []
         self._numbers: list[Sequence[int]] = []
         self._grads: tuple[list[int], list[Any], list[tuple[Any, ...]]] = [], [], []
-        # all that has memory among those tensors
+        # all tensors with memory among those arguments
         self._stored: list[Tensor] = []
         self._places = KnownPlaces([])
         self.known_grads = KnownKinds()
@@ -110,33 +110,33 @@ class AdamWPlan:
         check_apart(params)
         check_shared_steps(planned, grads.tensors)
         self._launches, self._known = _launches(list(by_signature.values()), grads.tensors), None
-        # copies, for the caller may change its lists
+        # copies, because the caller may change its lists
         self._tensors = [list(each) for each in tensors]
         self._numbers = [each[:] for each in numbers]
         stored = [part for each in tensors for tensor in each for part in with_memory(tensor)]
-        # tensors may have one step count in common
+        # parameters may share one step count
         self._stored = list({id(part): part for part in stored}.values())
         self._places = KnownPlaces(self._stored)
         self.num_tensors = count
         self._grads = grads.addresses, grads.kinds, _layouts(grads)
 
     def _fit(self, grads: TensorList) -> bool:
-        """Whether gradients are where the plan has seen some, or at least look as those did."""
+        """Whether gradients have the addresses, or at least the layouts, of those that the plan was prepared with."""
         addresses, kinds, layouts = self._grads
         return grads.kinds == kinds and (grads.addresses == addresses or _layouts(grads) == layouts)
 
     def is_for(self, params: Sequence[Tensor]) -> bool:
-        """Whether these parameters were planned last."""
+        """Whether the plan was last prepared for these parameters."""
         return bool(self._tensors) and _are_same([params], self._tensors[:1])
 
     @property
     def num_launches(self) -> int:
-        """Kernel launches of a step."""
+        """How many kernel launches a step takes."""
         return len(self._launches)
 
     @property
     def num_copied(self) -> int:
-        """Gradients that the last step copied, because they lie in memory otherwise than their parameter."""
+        """How many gradients the last step copied, because their layout differs from their parameter's."""
         return sum(len(launch.copies) for launch in self._launches)
 
     def refresh(self, grads: Sequence[Tensor] | TensorList) -> None:
@@ -177,7 +177,7 @@ class AdamWPlan:
         found_inf: Tensor | None,
         clip_factor: Tensor | None,
     ) -> None:
-        """All of ``step`` that can be refused, before anything is launched."""
+        """The part of ``step`` that may raise, before anything is launched."""
         self.refresh(grads)
         for launch in self._launches:
             launch.get_ready(scalars, grad_scale, found_inf, clip_factor)
@@ -189,7 +189,7 @@ class AdamWPlan:
 
 
 def _launches(lists: list[list[PlannedTensor]], grads: Sequence[Tensor]) -> list[AdamWLaunch]:
-    """A launch for each list; on a device the largest first, for the others run under its end."""
+    """A launch for each list; on a device the largest first, so that the others overlap its end."""
     lists.sort(key=lambda members: sum(member.param.numel() for member in members), reverse=True)
     devices = [members[0].param.device for members in lists]
     return [

@@ -82,18 +82,18 @@ def muon_(
         second_moments: NorMuon's V (`new_second_moment`), moved with ``beta2``; ``None`` leaves NorMuon out.
         views: how each parameter is read as matrices; ``None``: the last two dimensions, as stored.
         masters: fp32 masters, or int16 low halves (split16), of 16-bit parameters.
-        clip_factor, grad_scale: 0-d tensors: gradients are multiplied by the one and divided by the other.
+        clip_factor, grad_scale: 0-d tensors: gradients are multiplied by the former and divided by the latter.
         found_inf: if nonzero, nothing is changed.
         stochastic_rounding: round bf16 parameters at random; the bits follow from ``seed``, ``steps`` and ``indices``.
         steps: for each parameter the number of this step, from 1; needed with ``stochastic_rounding``, because the same
             bits in every step would lose the same small updates again and again.
         indices: for each parameter its number in the model; by default its place in the list.
-        impl: who runs Newton–Schulz: ``"auto"``, ``"torch"`` or ``"triton"``.
+        impl: what runs Newton–Schulz: ``"auto"``, ``"torch"`` or ``"triton"``.
 
     Raises:
         ValueError: lists of other lengths, tensors of other shapes or dtypes, or a bad option; by name, before anything
             is written.
-        TypeError: what is no number, no view or no `NSConfig`, likewise.
+        TypeError: something else in place of a number, a view or an `NSConfig`, likewise.
         RuntimeError: ``impl="triton"`` where the kernels cannot run.
     """
     check_switches(stochastic_rounding=stochastic_rounding)
@@ -169,9 +169,9 @@ def muon_update(
     clip_factor: Tensor | None = None,
     impl: Impl = "auto",
 ) -> list[Tensor]:
-    """The update direction O of every gradient, each in its gradient's shape, fp32 (fp64 for fp64); buffers move.
+    """The update direction O of every gradient, each in its gradient's shape, fp32 (fp64 for fp64); updates buffers.
 
-    For an owner that sends updates; `apply_muon_update_` is the other half of the step.
+    For a rank that owns matrices and sends their updates; `apply_muon_update_` is the other half of the step.
 
     Raises: as `muon_`.
     """
@@ -197,7 +197,7 @@ def muon_update(
     for i, (grad, buffer) in enumerate(zip(grads, momentum_buffers, strict=True)):
         u = momentum_(grad, buffer, momentum=momentum, rule=rule, clip_factor=clip_factor)
         if u.stride() != buffer.stride():
-            # views take the strides that parameter and state have, whatever the gradient's are
+            # views need the strides of parameter and state, whatever the gradient's are
             u = torch.empty_like(buffer, dtype=u.dtype).copy_(u)
         o = torch.empty_like(u)
         view = all_views[i]
@@ -254,10 +254,10 @@ def apply_muon_update_(
 
 
 def new_second_moment(param: Tensor, view: MatrixView | None = None) -> Tensor:
-    """A zero second moment for ``param``, fp32: a value a row of its matrices if they are tall, else a value a column.
+    """A zero second moment for ``param``, fp32 (fp64 for fp64): a value a row of matrices with r ≥ c, else a column.
 
-    One matrix, or batch, has it in the shape ``(..., r, 1)`` or ``(..., 1, c)``; several views share a flat tensor, in
-    the order of the views.
+    For one matrix, or batch, the shape is ``(..., r, 1)`` or ``(..., 1, c)``; several views share a flat tensor, in the
+    order of the views.
     """
     view = view or MatrixView.identity(param.shape)
     shapes = [second_moment_shape(shape) for shape in view.shapes]
@@ -296,6 +296,6 @@ def _second_moment_parts(moments: Sequence[Tensor] | None, i: int, view: MatrixV
     moment = moments[i]
     if len(shapes) == 1 and moment.shape == shapes[0]:
         return [moment]
-    # views, for they are written to
+    # views, because they are written to
     parts = (moment if moment.ndim == 1 else moment.view(-1)).split([prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

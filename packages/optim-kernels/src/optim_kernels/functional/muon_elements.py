@@ -1,16 +1,16 @@
-"""Muon's elementwise parts alone, for many tensors in one launch each: what is before and behind Newton–Schulz.
+"""Muon's elementwise parts alone, for many tensors in one launch each: what comes before and after Newton–Schulz.
 
     momenta    g <- ±g · clip_factor / grad_scale
                B <- μB + (1 − μ)g,      U = (1 − μ)g + μB  with ``nesterov``, else B
     updates    p <- p (1 − lr λ) − lr' O                                    plain
                p <- p − lr' O − lr' λ p [O p ≥ 0]                           ``cautious``;  lr' = lr · scale
 
-O is made of whole matrices, but U and p where they lie: a rank that holds parts of many matrices needs no more than
-these two. Formulas and bits are those of ``reference.muon`` in plain torch: the arithmetic is in fp32, U is of the
-unrounded B, and every stored value is rounded once.
+O takes whole matrices, but U and p can be computed wherever parts of them lie: a rank that holds parts of many matrices
+needs only these two classes. Formulas and bits are those of ``reference.muon`` in plain torch: the arithmetic is in
+fp32, U comes from the unrounded B, and every stored value is rounded once.
 
-Both keep tables on the device from step to step, and note in them what has changed: where tensors lie, and
-hyperparameters, which are floats or 0-d tensors (those on the device are read there). Nothing is compiled anew for
+Both classes keep tables on the device from step to step, and update in them what has changed: addresses of tensors, and
+hyperparameters, which are floats or 0-d tensors (tensors on the device are read there). Nothing is compiled anew for
 that, nothing waits for the device, and the host does little more than ask each tensor for its address.
 """
 
@@ -44,9 +44,9 @@ _WORDS = {
 
 
 class MuonMomenta:
-    """The momentum of many tensors, moved in one launch that writes their U.
+    """Updates the momentum of many tensors and writes their U, in one launch.
 
-    An object is for lists that come again and again; given others, it begins anew.
+    An object is for lists that come again and again; given other lists, it builds its tables anew.
     """
 
     def __init__(self) -> None:
@@ -71,13 +71,13 @@ class MuonMomenta:
             grads, buffers, us: contiguous, of equal numbers of elements; fp32, fp16 or bf16, one dtype a list. Tensors
                 may be empty, and begin at any element of their storage.
             momentum: μ, for all or one a group.
-            groups: for each tensor which momentum is its own; by default the first.
+            groups: for each tensor the number of its momentum; by default the first.
             nesterov, maximize: see the formulas.
-            clip_factor, grad_scale: 0-d tensors: gradients are multiplied by the one and divided by the other.
+            clip_factor, grad_scale: 0-d tensors: gradients are multiplied by the former and divided by the latter.
 
         Raises:
             ValueError: for tensors that the kernel cannot take, by name, before anything is written.
-            RuntimeError: where there is no Triton, or tensors are where it cannot run.
+            RuntimeError: if there is no Triton, or it cannot run where the tensors are.
         """
         check_numbers(clip_factor=clip_factor, grad_scale=grad_scale)
         check_switches(nesterov=nesterov, maximize=maximize)
@@ -102,7 +102,7 @@ class MuonMomenta:
 class MuonUpdates:
     """The update of many parameters, or of parts of them, in one launch.
 
-    An object is for lists that come again and again; given others, it begins anew.
+    An object is for lists that come again and again; given other lists, it builds its tables anew.
     """
 
     def __init__(self) -> None:
@@ -129,20 +129,21 @@ class MuonUpdates:
         Args:
             params, updates: contiguous, of equal numbers of elements; fp32, fp16 or bf16, one dtype a list. Tensors may
                 be empty, and begin at any element of their storage.
-            lr, weight_decay: for all or one a group, as many of each.
-            groups: for each tensor which of them are its own; by default the first.
+            lr, weight_decay: one a group, or one for all; with several lr, one weight_decay may be for all.
+            groups: for each tensor the number of its lr and weight_decay; by default the first.
             scales: for each tensor what its learning rate is multiplied by (``reference.muon.lr_scale``).
             cautious: see the formulas.
             masters: fp32 masters, or int16 low halves (split16) of bf16 parameters.
-            steps: for each tensor its own count of the steps so far, fp32 on the device. It is counted up, and bf16
-                parameters without masters are rounded at random by the number of this step; else to nearest.
+            steps: for each tensor its own count of the steps so far, fp32 on the device, which the step advances. With
+                it bf16 parameters without masters are rounded at random, by bits of this step; else to nearest.
             seed: of the random bits, for all tensors or one each.
-            indices, starts: which parameter of the model a tensor is part of, and how many of its elements are in front
-                of the tensor's: an element's bits depend on its place alone. By default its place in the list, and 0.
+            indices, starts: for each tensor the number of the parameter that it is part of, and how many elements of
+                that parameter precede it, so that an element's bits do not depend on how parameters are cut. By default
+                the tensor's place in the list, and 0.
 
         Raises:
             ValueError: for tensors that the kernel cannot take, by name, before anything is written.
-            RuntimeError: where there is no Triton, or tensors are where it cannot run.
+            RuntimeError: if there is no Triton, or it cannot run where the tensors are.
         """
         if not params:
             check_lengths(0, "params", updates=updates, scales=scales, masters=masters, steps=steps)
@@ -178,7 +179,7 @@ class MuonUpdates:
 
     @staticmethod
     def why_not(param: Tensor, update: Tensor, master: Tensor | None, step: Tensor | None) -> str | None:
-        """What keeps ``step`` from taking these, in a few words; ``None`` where it can."""
+        """What keeps ``step`` from taking these tensors, in a few words; ``None`` where it can."""
         if master is not None and master.dtype == torch.int16 and param.dtype != torch.bfloat16:
             return f"its master is int16, which completes bfloat16; its value is {param.dtype}"
         given = {"params": param, "updates": update, "masters": master, "steps": step}
@@ -195,7 +196,7 @@ def _why_not(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def _list_of(name: str, value: Scalar | Sequence[Scalar]) -> list[Scalar]:
-    """A hyperparameter of each group, of which each is a number."""
+    """A hyperparameter as a list with a number for each group."""
     values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     if not are_numbers(values):
         for each in values:
@@ -204,12 +205,12 @@ def _list_of(name: str, value: Scalar | Sequence[Scalar]) -> list[Scalar]:
 
 
 def _dtype_of(tensors: Sequence[Tensor]) -> torch.dtype | None:
-    """That of the first; what is checked later says that others have the same."""
+    """The dtype of the first tensor; later checks refuse other dtypes in the list."""
     return tensors[0].dtype if tensors else None
 
 
 def _groups_of(groups: Sequence[int] | None, count: int, of: str, num_groups: int, name: str) -> Sequence[int]:
-    """For each of ``count`` tensors its group."""
+    """The group of each of ``count`` tensors."""
     groups = [0] * count if groups is None else groups
     check_lengths(count, of, groups=groups)
     if min(groups) < 0 or max(groups) >= num_groups:

@@ -2,14 +2,14 @@
 
     guess → momentum → norm → Newton–Schulz with the update in its last products
 
-Newton–Schulz is one launch for all matrices of a short side where these fill a Hopper chip (`_muon_chains`), elsewhere
-one for each product of a family, and of a batch for the last one with its update.
+Newton–Schulz is one launch for all matrices of a short side where these fill a Hopper chip (`_muon_chains`). Elsewhere
+an m×m product is one launch for a family, and a product with X, the last one with its update included, one for a batch.
 
 With row equilibration the front is  strips → equilibrate.  Where an update needs all of O first (NorMuon,
-renormalisation) the last product leaves sums of squares, and  variance → update  follow; stochastic rounding has
-advance → update  behind the products (`_kernels.muon_momentum` and `_kernels.muon_update` say what each does).
+renormalisation) the last product leaves sums of squares, and  variance → update  follow; with stochastic rounding
+advance → update  follow the products (`_kernels.muon_momentum` and `_kernels.muon_update` say what each does).
 
-Everything decided per step in Python is decided here once: addresses, tiles, batches. After a first run, which
+All that Python would decide in each step is decided here once: addresses, tiles, batches. After a first run, which
 compiles, the sequence is recorded as a CUDA graph and replayed; hyperparameters and gradient addresses live in device
 tables, so a step with new ones replays the same graph.
 """
@@ -56,13 +56,13 @@ class MuonPlan:
     Args:
         tensors: every parameter's tensors; each must pass `why_not_plan`, and dtypes are the same for all.
         rule, ns: what is computed.
-        variance: whether second moments are moved (NorMuon).
+        variance: whether second moments are updated (NorMuon).
         stochastic_rounding: of bf16 parameters without masters.
         num_groups: rows of hyperparameters; a parameter names its own by ``group``.
         tiles: ``"auto"`` takes the fastest tiles for all matrices together, so that the bits of one depend on how many
-            others there are. With ``"shape"`` they depend on its own shape, as long as `alignment_of` all is the same.
-        spare: multiprocessors that stay free beside launches which last; see `MuonPlanner`.
-        workspace: where X and the factors are, with room for X (`Workspace.reserve`); by default memory of its own.
+            others there are. With ``"shape"`` they depend on its own shape, if all have the same `alignment_of`.
+        spare: multiprocessors that long launches leave free; see `MuonPlanner`.
+        workspace: memory for X, reserved before (`Workspace.reserve`), and for factors; by default a plan has its own.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class MuonPlan:
         workspace: Workspace | None = None,
     ) -> None:
         check_tiles(tiles)
-        # now: a tensor whose ``.data`` is replaced changes its own
+        # taken now, since replacing a tensor's ``.data`` later changes its key
         self._address_key = tuple(t.address_key() for t in tensors)
         first = tensors[0]
         ns = ns.of(first.param)
-        # the tables hold addresses of these; gradients are the caller's, and free to go after a step
+        # kept, because the tables hold their addresses; gradients are the caller's, and may be freed after a step
         self._params, self._grad_dtype = [t.param for t in tensors], first.grad.dtype
         buffers, masters = [t.momentum_buffer for t in tensors], [t.master for t in tensors]
         grads = [t.grad for t in tensors]
@@ -97,7 +97,7 @@ class MuonPlan:
         if variance:
             check_moments(tensors, unordered)
         self._matrices = in_order(unordered, ns)
-        # of each matrix the parameter, and where in its gradient it begins, in bytes
+        # for each matrix its parameter, and where it begins in the gradient, in bytes
         self._offsets = [(m.parameter, m.offset * first.grad.element_size()) for m in self._matrices]
         options = StepOptions.of(
             first,
@@ -150,7 +150,7 @@ class MuonPlan:
         if capturing:
             self._launches.keep_for_graph()
             self._was_captured = True
-        # for autograd, which then refuses to differentiate through values that are gone
+        # tell autograd, which then refuses to differentiate through the overwritten values
         torch.autograd.graph.increment_version(self._params)
         if capturing or self._device.type != "cuda" or not self._has_run:
             self._launches.launch()
@@ -160,11 +160,11 @@ class MuonPlan:
             graph, stream = torch.cuda.CUDAGraph(), side_stream(self._device)
             pool = None if self._workspace is None else self._workspace.pool(self._device)
             recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
-            # where torch cannot begin or end a recording it leaves its stream the current one
+            # the outer context restores the stream, which torch does not do where it cannot begin or end a recording
             with ONE_AT_A_TIME, torch.cuda.stream(stream), recording:
-                # a branch takes memory that another stream, as those of other graphs are, does not find again
+                # no branches in a shared pool: memory taken on a branch's stream is not reused on other graphs' streams
                 self._launches.launch(may_branch=self._workspace is None)
-            # not before: what could not be recorded cannot be replayed
+            # not before: a graph whose recording failed cannot be replayed
             self._graph = graph
             if self._workspace is not None:
                 self._workspace.add_graph(graph, self._device)
@@ -189,21 +189,21 @@ class MuonPlan:
         self._grad_addresses = addresses
         starts = [addresses[parameter] + offset for parameter, offset in self._offsets]
         self._inputs.set_addresses(starts)
-        # the matrices' sizes are those of the parameters, of which `state_is_aligned` speaks
+        # only starts matter: sizes are those of the parameters' matrices, which `state_is_aligned` covers
         aligned = all(start % ALIGNMENT == 0 for start in starts)
         if aligned != self._launches.gradients_are_aligned:
             self._launches.gradients_are_aligned = aligned
             self._forget_recorded()
 
     def _forget_recorded(self) -> None:
-        """Record anew at the next step."""
-        # no graph may be given up while another is captured; inputs that change there change again afterwards
+        """Drop the recorded graph, so that the next step records anew."""
+        # no graph may be dropped while another is captured; inputs that change in a capture change again after it
         if not is_capturing(self._device):
             self._graph = None
 
     @property
     def num_copied(self) -> int:
-        """Gradients that were copied, once, for they lie in memory otherwise than their parameter."""
+        """How many gradients were copied, once each, because their layout differs from their parameter's."""
         return len(self._copies)
 
     @property
@@ -213,7 +213,7 @@ class MuonPlan:
 
     @property
     def tiles(self) -> dict[int, str]:
-        """Of each parameter, by its id, how its products are cut into tiles."""
+        """How each parameter's products are cut into tiles, keyed by the parameter's id."""
         words: dict[int, dict[str, None]] = {id(param): {} for param in self._params}
         for matrix, tiles in zip(self._matrices, self._tile_words, strict=True):
             words[id(self._params[matrix.parameter])][tiles] = None
@@ -235,7 +235,7 @@ def workspace_of(
 ) -> list[tuple[int, int]]:
     """The most bytes of a workspace that each parameter's matrices take for X, and for factors.
 
-    Whatever part of the parameters a plan is made of, with these options.
+    This holds for plans of any part of the parameters, with these options.
     """
     first = tensors[0]
     ns, dtype, device = ns.of(first.param), ns.compute_dtype(first.param), first.param.device
@@ -245,7 +245,7 @@ def workspace_of(
         rule=rule,
         variance=variance,
         stochastic_rounding=stochastic_rounding,
-        # all of a plan's have to be
+        # a plan is aligned only if all its parameters are
         state_is_aligned=all(alignment_of(t)[0] for t in tensors),
         tiles="auto",
         spare=0,
@@ -268,7 +268,7 @@ def _state_is_aligned(tensors: Sequence[MuonTensors], matrices: Sequence[Matrix]
 
 
 def _as_stored(grad: Tensor, param: Tensor) -> Tensor:
-    """The gradient in the parameter's strides, copied only if it has others, or is stored with the other sign."""
+    """The gradient in the parameter's strides, copied only if it has others, or is lazily negated."""
     if grad.stride() == param.stride() and not grad.is_neg():
         return grad
     return torch.empty_like(param, dtype=grad.dtype).copy_(grad)

@@ -1,4 +1,4 @@
-"""The sum of slices in their order, as ranks have sent them, say: ``out = (s₀ + s₁ + s₂ + …) / divisor``."""
+"""The sum of slices (that ranks have sent, say) in their order: ``out = (s₀ + s₁ + s₂ + …) / divisor``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from optim_kernels._dtensors import is_wrapper
 from optim_kernels._impl import KERNEL_DTYPES, Impl, check_impl, use_triton
 
-# Slices that lie apart are arguments of the kernel, one each.
+# The most slices that may lie apart, since each is an argument of the kernel.
 MOST_APART = 64
 
 
@@ -22,7 +22,7 @@ def sum_slices(slices: Tensor | Sequence[Tensor], out: Tensor, *, divisor: float
     Args:
         slices: of a real floating dtype, one at least; one tensor ``[S, N]``, or S tensors ``[N]`` of one dtype.
         out: of any real floating dtype, on the same device; it may be one of the slices.
-        divisor: of the sum, before it is rounded.
+        divisor: what the sum is divided by before it is rounded.
         impl: ``"auto"`` takes the kernel on CUDA, for fp32, fp16 and bf16 in rows of consecutive elements (up to 64
             tensors); ``"torch"`` plain torch, ``"triton"`` the kernel or an error.
 
@@ -31,7 +31,7 @@ def sum_slices(slices: Tensor | Sequence[Tensor], out: Tensor, *, divisor: float
 
     Raises:
         TypeError: for slices that are no tensors.
-        ValueError: for slices and an ``out`` of other shapes, dtypes or devices than these.
+        ValueError: for slices and an ``out`` of other shapes, dtypes or devices than those above.
         RuntimeError: ``impl="triton"`` where the kernel cannot run.
     """
     check_impl(impl)
@@ -84,7 +84,7 @@ def _kind_of(slices: object) -> str:
 
 
 def _why_not(given: Sequence[Tensor], out: Tensor) -> str | None:
-    """What keeps the kernel from reading and writing them, if anything."""
+    """What keeps the kernel from reading these slices and writing ``out``; ``None`` if nothing does."""
     for name, tensor in (*(("slices", each) for each in given), ("out", out)):
         if is_wrapper(tensor):
             return f"{name}, an {type(tensor).__name__}"
