@@ -72,7 +72,7 @@ def explain_row(name: str, param: Tensor, group: dict[str, Any], state: dict[str
 
 
 def _lost_below(beta2: float | Tensor) -> float:
-    """The |g| up to which (1 - beta2) g² rounds to zero in fp16: half the smallest number, 2**-24, and less do."""
+    """The |g| up to which (1 - beta2) g² rounds to zero in fp16, as half the smallest number, 2**-25, and less do."""
     return (2.0**-25 / (1 - float(beta2))) ** 0.5
 
 

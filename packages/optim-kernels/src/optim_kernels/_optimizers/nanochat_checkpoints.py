@@ -3,8 +3,8 @@
     momentum_buffer          (K, r, c)      for the K parameters r×c of a group
     second_momentum_buffer   (K, r, 1) if r ≥ c else (K, 1, c)
 
-Its groups hold parameters of one shape, which is what makes the stack possible. Masters and the
-step counts of stochastic rounding, which nanochat does not have, are stacked in the same way.
+Its groups hold parameters of one shape, which is what makes the stack possible. Masters and the step counts of
+stochastic rounding, which nanochat does not have, are stacked in the same way.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def _stored_as(moment: Tensor) -> str:
 
 
 def check_shared_steps(tensors: Sequence[PlannedTensor], grads: Sequence[Tensor]) -> None:
-    """Raise ``ValueError`` if a shared step count would not advance once: in one launch, by all its tensors or none."""
+    """Raise ``ValueError`` if tensors that share a step count differ in kind or ``present``: it must advance once."""
     first: dict[int, tuple[int, Any]] = {}
     for tensor, grad in zip(tensors, grads):
         flag = None if tensor.present is None else tensor.present.data_ptr()

@@ -50,7 +50,7 @@ class StepInputs:
         # copied as well, which torch refuses to capture
         are_tensors = [*map(on_device, values[:-2]), *(isinstance(value, Tensor) for value in control)]
         numbers = array("f", [0.0 if is_tensor else float(x) for x, is_tensor in zip(values, are_tensors)])
-        # so that a number is uploaded over what a tensor has left in its place, even if it is the 0 that stood for it
+        # so that a number replaces what a tensor has left in its place, even a 0, which stands for tensors above
         kinds = bytes(are_tensors) + bytes(-len(are_tensors) % 8)
         is_new = self._table.update(self._addresses + numbers.tobytes() + kinds)
         if is_new:

@@ -157,7 +157,7 @@ def _chained(
     device: torch.device,
     memory: Memory,
 ) -> ChainedBatches:
-    """Batches (n, count) of short side m, numbered from ``first`` on, in buffers of panels; X of some ``moves``."""
+    """Batches (n, count) of short side m, numbered from ``first`` on, in buffers of panels; ``moves``: which X move."""
     panels = [count * cdiv(n, PANEL) for n, count in shapes]
     x = memory(sum(panels), m, PANEL, dtype=dtype, device=device)
     num_moved = sum(panels[: max((place for place, does in enumerate(moves, start=1) if does), default=0)])

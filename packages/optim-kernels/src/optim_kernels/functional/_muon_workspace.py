@@ -2,9 +2,10 @@
 
     a matrix m×n takes at most  x m n' + k m²  elements
 
-X has x buffers, one if it stays in place and two if it moves; n' is n rounded up to the chain's panels; k factors live
-at a time: A and S, or R, Z, P, Q and new ones. All plans have X in one piece of memory. Factors are allocated as
-products are launched; recorded launches share one pool for them, since no plan keeps a factor from step to step.
+x is the number of buffers of X, one if X stays in place and two if it moves; n' is n rounded up to the chain's panels;
+k is the number of factors that live at a time: A and S, or R, Z, P, Q and new ones. All plans have X in one piece of
+memory. Factors are allocated as products are launched; recorded launches share one pool for them, since no plan keeps a
+factor from step to step.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     updates    p <- p (1 − lr λ) − lr' O                                    plain
                p <- p − lr' O − lr' λ p [O p ≥ 0]                           ``cautious``;  lr' = lr · scale
 
-O takes whole matrices, but U and p can be computed wherever parts of them lie: a rank that holds parts of many matrices
+O needs whole matrices, but U and p can be computed wherever parts of them lie: a rank that holds parts of many matrices
 needs only these two classes. Formulas and bits are those of ``reference.muon`` in plain torch: the arithmetic is in
 fp32, U comes from the unrounded B, and every stored value is rounded once.
 
