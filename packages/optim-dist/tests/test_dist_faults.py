@@ -61,7 +61,7 @@ def refuse_alone(rank, world_size):
             with pytest.raises((ValueError, TypeError), match=f"^{message}"):
                 optimizer(given, **bad)
         else:
-            refused = "the optimizer was not built, for it was refused by rank 1: (ValueError|TypeError)"
+            refused = "the optimizer was not built, because of rank 1: (ValueError|TypeError)"
             with pytest.raises(RuntimeError, match=f"^{refused}: {message}"):
                 optimizer([weight], timeout=20 if "timeout" in bad else None)
     # and nothing is left behind
@@ -209,7 +209,7 @@ def add_another_group(rank, world_size):
 def test_a_group_that_one_rank_refuses_is_added_by_none():
     added, refused = run_ranks(add_another_group, 2, timeout=60)
     assert refused.startswith("ValueError('some parameters appear in more than one")
-    assert "not added, for it was refused by rank 1: ValueError: some parameters appear" in added
+    assert "not added, because of rank 1: ValueError: some parameters appear" in added
 
 
 def build_with_a_timeout_on_one(rank, world_size):

@@ -205,7 +205,7 @@ def a_use_that_turns_up_late_is_an_error(rank, world_size):
     optimizer.step()
     optimizer.zero_grad()
     net(x, True).backward()
-    with pytest.raises(RuntimeError, match=r"second\.weight was used without the forward of its module.*wait\(\)"):
+    with pytest.raises(RuntimeError, match=r"second\.weight was used outside the forward pass of its module.*wait\(\)"):
         optimizer.step()
     optimizer.zero_grad()
     # now it is known; or the caller waits
@@ -247,7 +247,7 @@ def prefetch_waits_for_one_module(rank, world_size):
         if is_announced:
             optimizer.step()
         else:
-            with pytest.raises(RuntimeError, match=r"used without the forward of its module.*call prefetch\(module\)"):
+            with pytest.raises(RuntimeError, match=r"used outside the forward pass of its module.*call prefetch\(module\)"):
                 optimizer.step()
         optimizer.zero_grad()
 

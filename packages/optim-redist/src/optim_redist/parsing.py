@@ -64,7 +64,7 @@ def parse_layout(text: str, mesh: Mesh | str | None = None, *, num_dims: int | N
     if written.startswith("D_"):
         layout = _parse_notebook(written, grid)
     elif grid is None:
-        raise LayoutError(f"{text!r} does not say its mesh; pass mesh")
+        raise LayoutError(f"{text!r} does not say its mesh; pass mesh (on the command line --mesh)")
     elif written.startswith("["):
         layout = _parse_own(written, grid)
     elif written.startswith(("P(", "PartitionSpec(")):

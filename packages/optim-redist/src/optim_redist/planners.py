@@ -75,7 +75,8 @@ def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = N
             best = min(best, candidate.seconds)
     if not found:
         raise RedistError(
-            f"none of the planners {list(asked or ())} fits this redistribution; ask for 'direct' as well"
+            f"none of the planners {_DEFAULT if asked is None else list(asked)} fits this redistribution"
+            + ("" if asked is None else "; ask for 'direct' as well")
             + "".join(refused)
         )
     return found, hopeless

@@ -36,7 +36,7 @@ def raise_refusals(refused: Exception | None, what: str, problems: Mapping[int, 
             )
     if any(problems.values()):
         listed = "; ".join(f"rank {rank}: {text}" for rank, text in problems.items() if text)
-        raise RuntimeError(f"{what}, for it was refused by {listed}")
+        raise RuntimeError(f"{what}, because of {listed}")
 
 
 def describe_groups(groups: Sequence[dict[str, Any]], found: Sequence[Entry]) -> dict[str, str]:

@@ -61,9 +61,9 @@ class ForwardGathers:
                     if bucket.deferred:
                         self.wait()
                         raise RuntimeError(
-                            f"{member.name} was used without the forward of its module, perhaps before its gather was "
-                            "finished; call prefetch(module) or wait() before such a use, or build the optimizer with "
-                            "overlap=False"
+                            f"{member.name} was used outside the forward pass of its module, perhaps before its gather "
+                            "was finished; call prefetch(module) or wait() before such a use, or build the optimizer "
+                            "with overlap=False"
                         )
                     bucket.waits_at_step = True
                 member.entered = False

@@ -112,7 +112,7 @@ def _symmetric_launch(
     if not same and (tile.joined or (tile.lone and tile.quartered)):
         raise ValueError(f"{tile} is for x xᵀ alone, got two operands; leave the tile to the shape")
     if tile.lone and tile.quartered and cdiv(m, tile.side) % 4:
-        raise ValueError(f"{tile} takes fours of tiles on the diagonal, got m = {m}; leave the tile to the shape")
+        raise ValueError(f"{tile} needs a multiple of 4 diagonal tiles, got m = {m}; leave the tile to the shape")
     if tile.lone:
         tiles = symmetric_programs(m, tile)
         of_lone = (True, same, c is not None, q is not None, scale is not None, tile.quartered or tile.joined)
