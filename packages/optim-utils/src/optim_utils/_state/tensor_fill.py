@@ -73,9 +73,9 @@ def lasting_sources(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     if torch.compiler.is_compiling():
         # a compiler cannot see storages; its program leaves out the copies that it does not need
         return [loaded.clone() for _, loaded in pairs]
-    written = {_storage(live) for live, _ in pairs}
+    written = {_storage_key(live) for live, _ in pairs}
     return [
-        loaded.clone() if _storage(loaded) in written and _memory(loaded) != _memory(live) else loaded
+        loaded.clone() if _storage_key(loaded) in written and _memory_key(loaded) != _memory_key(live) else loaded
         for live, loaded in pairs
     ]
 
@@ -96,20 +96,20 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def _storage(tensor: Tensor) -> int:
-    """An id of the storage of a tensor or a compressed one's values; unique for COO: `copy_` gives it new memory."""
+def _storage_key(tensor: Tensor) -> int:
+    """Equal for tensors that share a storage (of values if compressed); unique for COO: `copy_` gives it new memory."""
     local = _local(tensor)
     if local.layout in _COMPRESSED:
         local = local.values()
     return local.untyped_storage()._cdata if local.layout == torch.strided else -id(tensor)
 
 
-def _memory(tensor: Tensor) -> tuple[int, ...]:
-    """An id of the elements of its storage that a tensor covers."""
+def _memory_key(tensor: Tensor) -> tuple[int, ...]:
+    """Equal for tensors that cover the same elements of one storage."""
     local = _local(tensor)
     if local.layout != torch.strided:
         return (-id(tensor),)
-    return (_storage(local), local.storage_offset(), *local.shape, *local.stride())
+    return (_storage_key(local), local.storage_offset(), *local.shape, *local.stride())
 
 
 def _fill(live: Tensor, loaded: Tensor) -> None:
