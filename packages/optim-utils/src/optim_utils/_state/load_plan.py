@@ -10,6 +10,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from types import MemberDescriptorType
 from typing import Any
 
@@ -57,26 +58,27 @@ class LoadPlan:
         self.issues: list[LoadIssue] = []
         self.fills: list[tuple[Tensor, Tensor]] = []
         self.writes: list[Callable[[], object]] = []
-        self.own_objects: list[tuple[Stateful, Mapping[Any, Any], Path]] = []
-        self.foreign_loads: list[tuple[Path, Callable[[], object]]] = []
+        self.own_loads: list[OwnLoad] = []
+        # own loads, once they are rehearsed; in an `UpdatePlan` also loads by objects that cannot be rehearsed
+        self.last_loads: list[tuple[Path, Callable[[], object]]] = []
 
     def run(self, *, strict: bool) -> LoadReport:
         """Write everything, or raise `StateLoadError` and write nothing."""
         report = self.check(strict=strict)
         self.write()
-        self.load_foreign()
+        self.perform_last_loads()
         return report
 
     def check(self, *, strict: bool) -> LoadReport:
         """The report, or `StateLoadError`: for any problem if ``strict``, else for those that are always refused."""
-        refused = self.rehearse(strict=strict)
+        refused = self.rehearse_own_loads(strict=strict)
         report = LoadReport.of(self.issues)
         if refused or any(strict or issue.kind in ALWAYS_REFUSED for issue in report.problems):
             raise StateLoadError.refuse(report)
         return report
 
-    def rehearse(self, *, strict: bool) -> bool:
-        """Add to the report what objects that load themselves would report; return whether one of them would refuse."""
+    def rehearse_own_loads(self, *, strict: bool) -> bool:
+        """Add what own loads would report, and plan them as last loads; return whether an object would refuse."""
         options = {
             "store_non_tensors": self.store_non_tensors,
             "strict": strict,
@@ -84,15 +86,14 @@ class LoadPlan:
             "assign": self.assign,
         }
         any_refused = False
-        for live, loaded, path in self.own_objects:
-            load = OwnLoad(live, loaded, path, options)
-            reports, refused = load.rehearse()
+        for load in self.own_loads:
+            reports, refused = load.rehearse(options)
             for report in reports:
-                self.issues += report.inside(path)
+                self.issues += report.inside(load.path)
             if not reports:
-                self._loaded(path, live, loaded)
+                self._loaded(load.path, load.live, load.loaded)
             any_refused |= refused
-            self.foreign_loads.append((path, load.perform))
+            self.last_loads.append((load.path, partial(load.perform, options)))
         return any_refused
 
     def write(self) -> None:
@@ -101,9 +102,9 @@ class LoadPlan:
         for write in self.writes:
             write()
 
-    def load_foreign(self) -> None:
-        """Load the objects that load themselves: last, because what they do is unknown and may fail."""
-        for path, load in self.foreign_loads:
+    def perform_last_loads(self) -> None:
+        """Let objects load themselves: last, because what they do is unknown and may fail."""
+        for path, load in self.last_loads:
             try:
                 load()
             except StateLoadError as error:
@@ -162,7 +163,7 @@ class LoadPlan:
         if live.own_load_state_dict() is None:
             return self.add_object(live, loaded, path)
         if isinstance(loaded, Mapping):
-            self.own_objects.append((live, loaded, path))
+            self.own_loads.append(OwnLoad(live, loaded, path))
         else:
             self._mismatch(path, "type", live, loaded)
         return live

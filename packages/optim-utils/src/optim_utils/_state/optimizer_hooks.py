@@ -128,7 +128,7 @@ class StateDictHooks:
         assert plan is not None
         try:
             plan.write()
-            plan.load_foreign()
+            plan.perform_last_loads()
             for param, state in states.items():
                 by_torch = optimizer.state[param]
                 optimizer.state[param] = {

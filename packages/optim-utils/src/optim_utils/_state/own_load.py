@@ -41,13 +41,12 @@ class OwnLoad:
     live: Stateful
     loaded: Mapping[Any, Any]
     path: Path
-    options: dict[str, bool]
 
-    def rehearse(self) -> tuple[list[LoadReport], bool]:
+    def rehearse(self, options: dict[str, bool]) -> tuple[list[LoadReport], bool]:
         """What the load would report, and whether the object would refuse it; nothing is changed."""
         reports: list[LoadReport] = []
         try:
-            self._load(_copied(self.live), _copied(self.loaded), reports)
+            self._load(_copied(self.live), _copied(self.loaded), options, reports)
         except StateLoadError as error:
             return [*reports, error.report], True
         except Exception as error:
@@ -58,20 +57,21 @@ class OwnLoad:
             raise
         return reports, False
 
-    def perform(self) -> None:
+    def perform(self, options: dict[str, bool]) -> None:
         """Load."""
-        self._load(self.live, self.loaded, [])
+        self._load(self.live, self.loaded, options, [])
 
-    def _load(self, live: Stateful, loaded: Mapping[Any, Any], reports: list[LoadReport]) -> None:
+    @staticmethod
+    def _load(live: Stateful, loaded: Mapping[Any, Any], options: dict[str, bool], reports: list[LoadReport]) -> None:
         load = live.own_load_state_dict()
         assert load is not None
         # an override need not know every option
         parameters = inspect.signature(load).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        options = {name: value for name, value in self.options.items() if takes_all or name in parameters}
+        taken = {name: value for name, value in options.items() if takes_all or name in parameters}
         token = _REPORTS.set(reports)
         try:
-            load(loaded, **options)
+            load(loaded, **taken)
         finally:
             _REPORTS.reset(token)
 

@@ -36,15 +36,15 @@ class UpdatePlan(LoadPlan):
         The caller judges missing and unexpected entries and, inside of objects, wrong types and dtypes: an object loads
         what fits.
         """
-        refused = self.objects.rehearse(strict=False)
+        refused = self.objects.rehearse_own_loads(strict=False)
         report = LoadReport.of(self.issues + self.objects.issues)
         refused |= bool(LoadReport.of(self.issues).mismatched)
         if refused or any(issue.kind in ALWAYS_REFUSED for issue in self.objects.issues):
             raise StateLoadError.refuse(report)
         self.write()
         self.objects.write()
-        self.load_foreign()
-        self.objects.load_foreign()
+        self.perform_last_loads()
+        self.objects.perform_last_loads()
         return report
 
     def add(self, live: Any, loaded: Any, path: Path) -> Any:
@@ -65,7 +65,7 @@ class UpdatePlan(LoadPlan):
             return live
         self._loaded(path, live, loaded)
         if callable(load := getattr(live, "load_state_dict", None)):
-            self.foreign_loads.append((path, lambda: load(loaded)))
+            self.last_loads.append((path, lambda: load(loaded)))
             return live
         return copy.deepcopy(loaded)
 
