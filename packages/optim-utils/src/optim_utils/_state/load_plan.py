@@ -91,7 +91,7 @@ class LoadPlan:
             for report in reports:
                 self.issues += report.inside(load.path)
             if not reports:
-                self._loaded(load.path, load.live, load.loaded)
+                self._note_loaded(load.path, load.live, load.loaded)
             any_refused |= refused
             self.last_loads.append((load.path, partial(load.perform, options)))
         return any_refused
@@ -119,7 +119,7 @@ class LoadPlan:
 
     def add_object(self, live: Stateful, loaded: object, path: Path) -> Stateful:
         if not isinstance(loaded, Mapping):
-            self._mismatch(path, "type", live, loaded)
+            self._note_mismatch(path, "type", live, loaded)
             return live
         entries = dict(loaded)
         try:
@@ -129,17 +129,17 @@ class LoadPlan:
                     if new is not old:
                         self._write_attribute(live, name, new)
                 else:
-                    self.miss(old, (*path, name))
+                    self.note_missing(old, (*path, name))
         except RecursionError:
             refuse_cycles(live)
             raise
         for name, value in entries.items():
             tensor = self._taken_over(value) if _is_free(live, name) else None
             if tensor is not None:
-                self._loaded((*path, name), None, tensor)
+                self._note_loaded((*path, name), None, tensor)
                 self._write_attribute(live, name, tensor)
             else:
-                self._unexpected((*path, name), value)
+                self._note_unexpected((*path, name), value)
         return live
 
     def add(self, live: Any, loaded: Any, path: Path) -> Any:
@@ -155,7 +155,7 @@ class LoadPlan:
         if isinstance(live, SEQUENCES):
             return self._add_sequence(live, loaded, path)
         if is_never_stored(live):
-            self._unexpected(path, loaded)
+            self._note_unexpected(path, loaded)
             return live
         return self._add_plain(live, loaded, path) if self.store_non_tensors else live
 
@@ -165,14 +165,14 @@ class LoadPlan:
         if isinstance(loaded, Mapping):
             self.own_loads.append(OwnLoad(live, loaded, path))
         else:
-            self._mismatch(path, "type", live, loaded)
+            self._note_mismatch(path, "type", live, loaded)
         return live
 
     def _add_low_bit(self, live: LowBitTensor, loaded: Any, path: Path) -> LowBitTensor:
         """Codes and scales are filled as they are: they are never cast, nor decoded on the way."""
         if not isinstance(loaded, LowBitTensor):
             if not isinstance(loaded, Mapping):
-                self._mismatch(path, "type", live, loaded)
+                self._note_mismatch(path, "type", live, loaded)
                 return live
             try:
                 loaded = from_plain(dict(loaded), live.fmt)
@@ -180,38 +180,38 @@ class LoadPlan:
                 self._note(path, "type", expected=describe(live), found=str(error))
                 return live
         if live.shape != loaded.shape or live.fmt != loaded.fmt:
-            self._mismatch(path, "shape" if live.shape != loaded.shape else "type", live, loaded)
+            self._note_mismatch(path, "shape" if live.shape != loaded.shape else "type", live, loaded)
             return live
         pairs = [
             (mine, other) for mine, other in zip(live.parts, loaded.parts) if mine is not None and other is not None
         ]
         if any(mine.is_meta != other.is_meta for mine, other in pairs):
             if self.assign and live.is_meta and not any(other.is_meta for _, other in pairs):
-                self._loaded(path, live, loaded)
+                self._note_loaded(path, live, loaded)
                 return loaded
-            self._mismatch(path, "device", live, loaded)
+            self._note_mismatch(path, "device", live, loaded)
             return live
         if all(self._is_writable(mine, other, path) for mine, other in pairs):
-            self._loaded(path, live, loaded)
+            self._note_loaded(path, live, loaded)
             self.fills += pairs
         return live
 
     def _add_tensor(self, live: Tensor, loaded: Any, path: Path) -> Tensor:
         # a low-bit tensor is never decoded on the way
         if not isinstance(loaded, Tensor) or isinstance(loaded, LowBitTensor):
-            self._mismatch(path, "type", live, loaded)
+            self._note_mismatch(path, "type", live, loaded)
             return live
         mismatch = find_mismatch(live, loaded, cast=self.cast)
         if mismatch == "device" and live.is_meta and self.assign:
             if not fits_dtype(live, loaded, cast=self.cast):
-                self._mismatch(path, "dtype", live, loaded)
+                self._note_mismatch(path, "dtype", live, loaded)
                 return live
-            self._loaded(path, live, loaded)
+            self._note_loaded(path, live, loaded)
             loaded = sharded_like(live, loaded)
             is_parameter = isinstance(live, torch.nn.Parameter)
             return torch.nn.Parameter(loaded, requires_grad=live.requires_grad) if is_parameter else loaded
         if mismatch is not None:
-            self._mismatch(path, mismatch, live, loaded)
+            self._note_mismatch(path, mismatch, live, loaded)
             return live
         if self._is_writable(live, loaded, path):
             self._note(path, "loaded" if live.dtype == loaded.dtype else "cast", *describe_both(live, loaded))
@@ -227,11 +227,11 @@ class LoadPlan:
     def _add_dict(self, live: dict[Any, Any], loaded: Any, path: Path) -> dict[Any, Any]:
         entries = by_key(live, loaded)
         if entries is None:
-            self._mismatch(path, "type", live, loaded)
+            self._note_mismatch(path, "type", live, loaded)
             return live
         if all(map(is_plain, live.values())) and all(map(is_plain, entries.values())):
             if self.store_non_tensors:
-                self._loaded(path, live, loaded)
+                self._note_loaded(path, live, loaded)
                 new = copy.deepcopy(entries)
                 self.writes += [live.clear, lambda: live.update(new)]
             return live
@@ -245,19 +245,19 @@ class LoadPlan:
                 if new is not old:
                     self._write_item(live, key, new)
             else:
-                self.miss(old, (*path, key))
+                self.note_missing(old, (*path, key))
         for key, value in entries.items():
             tensor = self._taken_over(value)
             if tensor is not None:
-                self._loaded((*path, key), None, tensor)
+                self._note_loaded((*path, key), None, tensor)
                 self._write_item(live, key, tensor)
             else:
-                self._unexpected((*path, key), value)
+                self._note_unexpected((*path, key), value)
 
     def _add_sequence(self, live: Any, loaded: Any, path: Path) -> Any:
         entries = by_position(loaded)
         if entries is None:
-            self._mismatch(path, "type", live, loaded)
+            self._note_mismatch(path, "type", live, loaded)
             return live
         items = list(live)
         in_order = [entries[position] for position in range(len(entries)) if position in entries]
@@ -267,10 +267,10 @@ class LoadPlan:
             if position in entries:
                 items[position] = self.add(old, entries.pop(position), (*path, position))
             else:
-                self.miss(old, (*path, position))
+                self.note_missing(old, (*path, position))
         self._append_taken_over(live, items, entries, path)
         for position, value in entries.items():
-            self._unexpected((*path, position), value)
+            self._note_unexpected((*path, position), value)
         return rebuild(live, items)
 
     def _append_taken_over(self, live: Any, items: list[Any], entries: dict[Any, Any], path: Path) -> None:
@@ -280,7 +280,7 @@ class LoadPlan:
         if isinstance(live, deque):
             room = len(items) + len(entries) if live.maxlen is None else live.maxlen
         while len(items) < room and (tensor := self._taken_over(entries.get(len(items)))) is not None:
-            self._loaded((*path, len(items)), None, tensor)
+            self._note_loaded((*path, len(items)), None, tensor)
             del entries[len(items)]
             items.append(tensor)
 
@@ -291,25 +291,25 @@ class LoadPlan:
             new = rebuild(live, copy.deepcopy(items))
         except (TypeError, ValueError):
             # a namedtuple of another length, a torch.Size of strings, an unhashable item of a set
-            self._mismatch(path, "type", live, loaded)
+            self._note_mismatch(path, "type", live, loaded)
             return live
-        self._loaded(path, live, loaded)
+        self._note_loaded(path, live, loaded)
         return new
 
     def _add_plain(self, live: Any, loaded: Any, path: Path) -> Any:
         if type(live) is type(loaded):
-            self._loaded(path, live, loaded)
+            self._note_loaded(path, live, loaded)
             return copy.deepcopy(loaded)
         if type(live) in (int, float) and isinstance(loaded, Tensor) and not loaded.is_meta:
             number = _exact_number(type(live), loaded)
             if number is not None:
-                self._loaded(path, live, loaded)
+                self._note_loaded(path, live, loaded)
                 return number
         tensor = self._taken_over(loaded) if live is None else None
         if tensor is not None:
-            self._loaded(path, live, tensor)
+            self._note_loaded(path, live, tensor)
             return tensor
-        self._mismatch(path, "type", live, loaded)
+        self._note_mismatch(path, "type", live, loaded)
         return live
 
     def _taken_over(self, loaded: object) -> Tensor | None:
@@ -333,18 +333,18 @@ class LoadPlan:
     def _note(self, path: Path, kind: Kind, expected: str = "nothing", found: str = "nothing") -> None:
         self.issues.append(LoadIssue(encode_path(path), kind, expected, found))
 
-    def _loaded(self, path: Path, live: object, loaded: object) -> None:
+    def _note_loaded(self, path: Path, live: object, loaded: object) -> None:
         self._note(path, "loaded", *describe_both(live, loaded))
 
-    def miss(self, live: object, path: Path) -> None:
+    def note_missing(self, live: object, path: Path) -> None:
         if has_content(live, store_non_tensors=self.store_non_tensors):
             self._note(path, "missing", expected=describe(live))
 
-    def _unexpected(self, path: Path, loaded: object) -> None:
+    def _note_unexpected(self, path: Path, loaded: object) -> None:
         if self.store_non_tensors or has_content(loaded, store_non_tensors=False):
             self._note(path, "unexpected", found=describe(loaded))
 
-    def _mismatch(self, path: Path, kind: Kind, live: object, loaded: object) -> None:
+    def _note_mismatch(self, path: Path, kind: Kind, live: object, loaded: object) -> None:
         self._note(path, kind, describe(live), describe(loaded))
 
 

@@ -232,7 +232,7 @@ def _planned_state(plan: LoadPlan, live: State, saved: State, device: torch.devi
         for name, old in live.items():
             if name not in entries and _holds_objects(old):
                 # a checkpoint format dropped the object because it holds nothing, or it is missing
-                plan.miss(old, (*path, name))
+                plan.note_missing(old, (*path, name))
                 state[name] = old
     return state
 

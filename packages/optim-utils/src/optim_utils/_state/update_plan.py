@@ -59,11 +59,11 @@ class UpdatePlan(LoadPlan):
         if isinstance(live, dict):
             entries = by_key(live, loaded)
             if entries is None:
-                self._mismatch(path, "type", live, loaded)
+                self._note_mismatch(path, "type", live, loaded)
             else:
                 self._add_entries(live, entries, path)
             return live
-        self._loaded(path, live, loaded)
+        self._note_loaded(path, live, loaded)
         if callable(load := getattr(live, "load_state_dict", None)):
             self.last_loads.append((path, lambda: load(loaded)))
             return live
@@ -76,7 +76,7 @@ class UpdatePlan(LoadPlan):
             return live
         return self._add_tensor(live, number, path)
 
-    def miss(self, live: object, path: Path) -> None:
+    def note_missing(self, live: object, path: Path) -> None:
         if _has_something_to_fill(live):
             self.missing_keys.append(path[-1])
             self._note(path, "missing", expected=describe(live))
