@@ -24,8 +24,8 @@ from optim_utils._state.tensor_fill import fill_all, find_mismatch, fits_dtype, 
 from optim_utils._state.walk import (
     SEQUENCES,
     Stateful,
-    by_key,
-    by_position,
+    entries_by_key,
+    entries_by_position,
     has_content,
     is_low_bit_form,
     is_never_stored,
@@ -225,7 +225,7 @@ class LoadPlan:
         return reason is None
 
     def _add_dict(self, live: dict[Any, Any], loaded: Any, path: Path) -> dict[Any, Any]:
-        entries = by_key(live, loaded)
+        entries = entries_by_key(loaded, live)
         if entries is None:
             self._note_mismatch(path, "type", live, loaded)
             return live
@@ -255,7 +255,7 @@ class LoadPlan:
                 self._note_unexpected((*path, key), value)
 
     def _add_sequence(self, live: Any, loaded: Any, path: Path) -> Any:
-        entries = by_position(loaded)
+        entries = entries_by_position(loaded)
         if entries is None:
             self._note_mismatch(path, "type", live, loaded)
             return live

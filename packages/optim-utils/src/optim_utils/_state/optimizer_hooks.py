@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from optim_utils._state.load_plan import LoadPlan
 from optim_utils._state.load_report import in_words
-from optim_utils._state.walk import SEQUENCES, Stateful, by_key, is_low_bit_form
+from optim_utils._state.walk import SEQUENCES, Stateful, entries_by_key, is_low_bit_form
 from optim_utils.low_bit import LowBitTensor, from_plain
 from optim_utils.optimizer_modules import OptimizerModule, store
 
@@ -218,7 +218,7 @@ def _is_leaf(value: object) -> bool:
 
 def _planned_state(plan: LoadPlan, live: State, saved: State, device: torch.device, path: tuple[Any, ...]) -> State:
     """What a parameter's state becomes: the live objects, which the plan will fill, and the saved values."""
-    entries = by_key(live, saved) or {}
+    entries = entries_by_key(saved, live) or {}
     # a parameter on meta has no memory yet: the loaded tensors bring it
     plan.device = None if device.type == "meta" else device
     state = {}

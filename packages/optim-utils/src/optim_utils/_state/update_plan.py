@@ -18,7 +18,7 @@ from torch import Tensor
 from optim_utils._state.load_plan import ALWAYS_REFUSED, LoadPlan
 from optim_utils._state.load_report import LoadReport, StateLoadError, describe
 from optim_utils._state.paths import Path
-from optim_utils._state.walk import SEQUENCES, Stateful, by_key, has_content
+from optim_utils._state.walk import SEQUENCES, Stateful, entries_by_key, has_content
 from optim_utils.low_bit import LowBitTensor
 
 
@@ -57,7 +57,7 @@ class UpdatePlan(LoadPlan):
         if isinstance(live, Stateful):
             return self.objects.add(live, loaded, path)
         if isinstance(live, dict):
-            entries = by_key(live, loaded)
+            entries = entries_by_key(loaded, live)
             if entries is None:
                 self._note_mismatch(path, "type", live, loaded)
             else:

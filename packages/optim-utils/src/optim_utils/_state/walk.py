@@ -74,18 +74,18 @@ def _slots(cls: type) -> tuple[str, ...]:
     return tuple(name for name in dict.fromkeys(names) if name not in ("__dict__", "__weakref__"))
 
 
-def by_position(loaded: object) -> dict[Any, Any] | None:
+def entries_by_position(loaded: object) -> dict[Any, Any] | None:
     """The loaded counterpart of a sequence as a dict by position, ``"0"`` counting as 0; None if it is no container."""
     if isinstance(loaded, Mapping):
         positions = {int(key) for key in loaded if isinstance(key, str) and key.isdecimal()}
-        return by_key(positions, loaded)
+        return entries_by_key(loaded, positions)
     if isinstance(loaded, SEQUENCES):
         return dict(enumerate(loaded))
     return None
 
 
-def by_key(live: Iterable[Any], loaded: object) -> dict[Any, Any] | None:
-    """The loaded counterpart of a dict with the keys ``live``, where an int key also matches its string.
+def entries_by_key(loaded: object, live_keys: Iterable[Any]) -> dict[Any, Any] | None:
+    """The loaded counterpart of a dict with the keys ``live_keys``, where an int key also matches its string.
 
     If both forms are there, they are merged, and the value under the string wins: ``torch.distributed.checkpoint``
     fills tensors in place, under the int, but puts the numbers that it loads under the string. None if ``loaded`` is no
@@ -93,7 +93,7 @@ def by_key(live: Iterable[Any], loaded: object) -> dict[Any, Any] | None:
     """
     if not isinstance(loaded, Mapping):
         return None
-    keys = set(live)
+    keys = set(live_keys)
     renamed = {str(key): key for key in keys if type(key) is int and str(key) not in keys}
     entries: dict[Any, Any] = {}
     # in the loaded order, which a dict of plain values takes over
