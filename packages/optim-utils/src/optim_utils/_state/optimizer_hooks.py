@@ -65,7 +65,7 @@ class StateDictHooks:
         self._plan: LoadPlan | None = None
         self._states: dict[Tensor, State] = {}
         # what torch replaces during a load, to be put back if the load fails
-        self._before: dict[str, Any] = {}
+        self._to_restore: dict[str, Any] = {}
         self._handles = [
             optimizer.register_state_dict_post_hook(self._after_state_dict),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
@@ -96,7 +96,7 @@ class StateDictHooks:
 
     def _before_load(self, optimizer: Optimizer, state_dict: State) -> State:
         if _group_sizes(state_dict["param_groups"]) != _group_sizes(optimizer.param_groups):
-            # torch refuses this dict after the hook, so no object may be made and no value held for it
+            # torch refuses this dict after the hook, so no object may be made and no value replaced for it
             return state_dict
         params = dict(_saved_params(optimizer, state_dict))
         saved = {
@@ -104,7 +104,7 @@ class StateDictHooks:
             for key, entry in state_dict["state"].items()
         }
         params = {key: param for key, param in params.items() if key in saved}
-        made = _make_missing_objects(optimizer, {param: saved[key] for key, param in params.items()})
+        newly_stateful = _make_missing_objects(optimizer, {param: saved[key] for key, param in params.items()})
         self._plan = LoadPlan(assign=True)
         self._states = {}
         try:
@@ -113,18 +113,18 @@ class StateDictHooks:
                 self._states[param] = _planned_state(self._plan, live, saved[key], param.device, (key,))
             report = self._plan.check(strict=self._strict)
         except BaseException:
-            _drop_states(optimizer, made)
+            _drop_states(optimizer, newly_stateful)
             raise
         for issue in report.problems:
             logger.warning(in_words(issue))
-        self._before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
-        _guard_next_setstate(optimizer, self._before)
-        held = {key: {name: _hold(value) for name, value in saved[key].items()} for key in params}
-        return {**state_dict, "state": {**saved, **held}}
+        self._to_restore = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+        _guard_next_setstate(optimizer, self._to_restore)
+        shown = {key: {name: _or_placeholder(value) for name, value in saved[key].items()} for key in params}
+        return {**state_dict, "state": {**saved, **shown}}
 
     def _after_load(self, optimizer: Optimizer) -> None:
-        plan, states, before = self._plan, self._states, self._before
-        self._plan, self._states, self._before = None, {}, {}
+        plan, states, to_restore = self._plan, self._states, self._to_restore
+        self._plan, self._states, self._to_restore = None, {}, {}
         assert plan is not None
         try:
             plan.write()
@@ -132,11 +132,11 @@ class StateDictHooks:
             for param, state in states.items():
                 by_torch = optimizer.state[param]
                 optimizer.state[param] = {
-                    name: value if _is_held(value) else _with_dtype(by_torch.get(name, value), value, name)
+                    name: value if _needs_placeholder(value) else _with_dtype(by_torch.get(name, value), value, name)
                     for name, value in state.items()
                 }
         except BaseException as error:
-            vars(optimizer).update(before)
+            vars(optimizer).update(to_restore)
             error.add_note(
                 "the optimizer has its objects and param_groups from before this load_state_dict; what was filled of "
                 "these objects until then stays filled"
@@ -144,8 +144,8 @@ class StateDictHooks:
             raise
 
 
-def _guard_next_setstate(optimizer: Optimizer, before: dict[str, Any]) -> None:
-    """Give the optimizer ``before`` back if its ``__setstate__`` raises, as torch then calls no other hook.
+def _guard_next_setstate(optimizer: Optimizer, to_restore: dict[str, Any]) -> None:
+    """Give the optimizer ``to_restore`` back if its ``__setstate__`` raises, as torch then calls no other hook.
 
     Adam's raises for a state without "step". The guard hides the class's method until the optimizer calls it once.
     """
@@ -155,19 +155,19 @@ def _guard_next_setstate(optimizer: Optimizer, before: dict[str, Any]) -> None:
         try:
             optimizer.__setstate__(new)
         except BaseException:
-            vars(optimizer).update(before)
+            vars(optimizer).update(to_restore)
             raise
 
     vars(optimizer)["__setstate__"] = guarded
 
 
-class _Held:
+class _Placeholder:
     """A value that torch passes on untouched, being neither tensor nor dict nor iterable."""
 
     __slots__ = ()
 
 
-def _is_held(value: object) -> bool:
+def _needs_placeholder(value: object) -> bool:
     """Whether torch's load must not see ``value``.
 
     It may see numbers and 0-dim tensors: optimizers look at them in ``__setstate__``, to mend old checkpoints.
@@ -177,8 +177,8 @@ def _is_held(value: object) -> bool:
     )
 
 
-def _hold(value: object) -> object:
-    return _Held() if _is_held(value) else value
+def _or_placeholder(value: object) -> object:
+    return _Placeholder() if _needs_placeholder(value) else value
 
 
 def _with_dtype(by_torch: Any, saved: Any, name: Any) -> Any:
@@ -203,13 +203,13 @@ def _without_gaps(saved: State, live: State) -> State:
 
     Given a flat state, ``set_optimizer_state_dict`` puts an empty dict there for every name that the live state has.
     """
-    if live and not any(_is_something(value) for value in saved.values()):
+    if live and all(map(_is_gap, saved.values())):
         return {}
-    return {name: value for name, value in saved.items() if _is_something(value) or not _is_leaf(live.get(name, {}))}
+    return {name: value for name, value in saved.items() if not (_is_gap(value) and _is_leaf(live.get(name, {})))}
 
 
-def _is_something(value: object) -> bool:
-    return not (isinstance(value, dict) and not value)
+def _is_gap(value: object) -> bool:
+    return isinstance(value, dict) and not value
 
 
 def _is_leaf(value: object) -> bool:
