@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from optim_utils._combined_linear import CombinedLinear
-from optim_utils._routing.fused_weights import is_of_lines, matrix_view
+from optim_utils._routing.fused_weights import is_row_or_column, matrix_view
 from optim_utils._routing.leaf import CONVOLUTIONS, Leaf, Refusal, matcher
 from optim_utils._routing.matrix_view import MatrixView
 from optim_utils._routing.rules import Kind, Role, Rule
@@ -95,14 +95,14 @@ def _frozen(leaf: Leaf) -> Decision | None:
     return None if leaf.param.requires_grad else Decision("frozen", "frozen", "requires_grad=False")
 
 
-def _unsupported(leaf: Leaf) -> None:
+def _refuse_unsupported(leaf: Leaf) -> None:
     if not leaf.param.is_floating_point():
         raise Refusal(f"dtype {leaf.param.dtype} is not real floating point", "to='adamw'")
     if any(getattr(module, "sparse", False) for module in leaf.modules if isinstance(module, _EMBEDDINGS)):
         raise Refusal("an embedding with sparse gradients, for which neither optimizer is made", "to='frozen'")
 
 
-def _flattened(leaf: Leaf) -> None:
+def _refuse_flat_shards(leaf: Leaf) -> None:
     """Refuse FSDP1's flat shards: even matrices are one-dimensional there, and to treat them as vectors is a guess."""
     is_part = getattr(leaf.param, "_fsdp_flattened", False) and len(leaf.shape) <= 1
     if is_part or getattr(leaf.param, "_is_flat_param", False):
@@ -166,9 +166,9 @@ def _first_convolution(leaf: Leaf) -> Decision | None:
     return None
 
 
-def _line(leaf: Leaf) -> Decision | None:
+def _row_or_column(leaf: Leaf) -> Decision | None:
     """A gate with one output, a one-channel filter, a learned token: one row or column has nothing to orthogonalize."""
-    return Decision("adamw", "vector", "one row or column") if is_of_lines(leaf) else None
+    return Decision("adamw", "vector", "one row or column") if is_row_or_column(leaf) else None
 
 
 def _hidden_reason(leaf: Leaf, view: MatrixView) -> str:
@@ -190,6 +190,6 @@ _QUESTIONS_OF_ROLE: tuple[Callable[[Leaf], Decision | None], ...] = (
     _embedding,
     _head,
     _first_convolution,
-    _line,
+    _row_or_column,
 )
-_QUESTIONS = (_frozen, _unsupported, _flattened, *_QUESTIONS_OF_ROLE)
+_QUESTIONS = (_frozen, _refuse_unsupported, _refuse_flat_shards, *_QUESTIONS_OF_ROLE)

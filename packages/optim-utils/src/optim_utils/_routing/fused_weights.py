@@ -16,7 +16,7 @@ from optim_utils._combined_linear import CombinedLinear
 from optim_utils._routing.leaf import CONVOLUTIONS, Convolution, Leaf, Refusal, matcher
 from optim_utils._routing.matrix_view import MatrixView
 
-__all__ = ["is_of_lines", "matrix_view"]
+__all__ = ["is_row_or_column", "matrix_view"]
 
 _is_qkv = matcher("*qkv*", "*c_attn*", "in_proj_weight", "*query_key_value*")
 _is_gate_up = matcher("gate_up_proj", "w13")
@@ -37,7 +37,7 @@ _GATES: dict[type[nn.Module], int] = {
     nn.RNN: 1,
     nn.RNNCell: 1,
 }
-_is_of_gates = matcher("weight_ih*", "weight_hh*")
+_is_recurrent = matcher("weight_ih*", "weight_hh*")
 
 
 @dataclass(frozen=True)
@@ -69,23 +69,23 @@ def matrix_view(
     """
     try:
         view = _stored_matrices(leaf, batched)
-        flipped = (view.transposed or _is_stored_transposed(leaf)) if transposed is None else transposed
+        is_transposed = (view.transposed or _is_stored_transposed(leaf)) if transposed is None else transposed
         if split is not None or split_dim is not None:
-            fusion = _asked_fusion(leaf, view, split, split_dim, flipped)
+            fusion = _asked_fusion(leaf, view, split, split_dim, is_transposed)
         else:
-            fusion = _named_fusion(leaf, view, flipped)
+            fusion = _named_fusion(leaf, view, is_transposed)
         # If the parts of a fused weight lie side by side along its columns, it can only be stored (in, out).
         if transposed is None and fusion.dim == -1 and _is_fused_by_name(leaf):
-            flipped = True
-        if fusion.sizes or flipped != view.transposed:
-            view = replace(view, split=fusion.sizes, split_dim=fusion.dim, transposed=flipped)
+            is_transposed = True
+        if fusion.sizes or is_transposed != view.transposed:
+            view = replace(view, split=fusion.sizes, split_dim=fusion.dim, transposed=is_transposed)
         return view if num_heads is None else replace(view, num_heads=_heads(view, num_heads))
     except ValueError as error:
         raise Refusal(str(error), _WHOLE) from error
 
 
-def is_of_lines(leaf: Leaf) -> bool:
-    """Whether each matrix of ``leaf`` is one row or column."""
+def is_row_or_column(leaf: Leaf) -> bool:
+    """Whether each matrix of ``leaf`` is a single row or column."""
     if sum(size != 1 for size in leaf.shape) <= 1:
         return True
     try:
@@ -107,7 +107,7 @@ def _stored_matrices(leaf: Leaf, batched: bool | None) -> MatrixView:
         batched = True
     if batched is None:
         raise Refusal(f"{len(shape)}-D, and nothing says what its matrices are", "to='adamw'", *_stacks(leaf))
-    return MatrixView.identity(shape) if batched else _flattened(leaf, (shape[0], prod(shape[1:])))
+    return MatrixView.identity(shape) if batched else _flattening_view(leaf, (shape[0], prod(shape[1:])))
 
 
 def _stacks(leaf: Leaf) -> list[str]:
@@ -126,11 +126,11 @@ def _convolution(leaf: Leaf, module: Convolution) -> MatrixView:
     """The matrix (out, in k) of a convolution, or (in, out k), read transposed, of a transposed one; one per group."""
     groups = (module.groups,) if module.groups > 1 else ()
     first = leaf.shape[0] // module.groups
-    view = _flattened(leaf, (*groups, first, prod(leaf.shape[1:])))
+    view = _flattening_view(leaf, (*groups, first, prod(leaf.shape[1:])))
     return replace(view, transposed=module.transposed)
 
 
-def _flattened(leaf: Leaf, matrix_shape: tuple[int, ...]) -> MatrixView:
+def _flattening_view(leaf: Leaf, matrix_shape: tuple[int, ...]) -> MatrixView:
     """The view as ``matrix_shape`` that flattens dimensions in memory order: channels_last weights need no copy.
 
     The order of columns does not matter to Muon: the polar factor of G P is that of G times P for a permutation P.
@@ -185,7 +185,7 @@ def _named_fusion(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
     if leaf.is_called(_is_gate_up):
         _check_is_weight(leaf, _is_gate_up, view.stored_matrix[-1 if transposed else -2], parts=2)
         return _gate_up(leaf, view, transposed)
-    if _is_of_gates(leaf.paths[0][-1]):
+    if _is_recurrent(leaf.paths[0][-1]):
         return _gates(leaf, view.stored_matrix[-2])
     return _Fusion()
 
