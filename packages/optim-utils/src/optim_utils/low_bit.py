@@ -49,9 +49,9 @@ from optim_utils._low_bit.formats import (
     QUINTIC8_UNSIGNED,
     UINT8_AFFINE,
     LowBitFormat,
-    checked_index,
+    non_negative_int,
 )
-from optim_utils._low_bit.tensor import DTYPES, LowBitTensor, check_dtype, encode
+from optim_utils._low_bit.tensor import DTYPES, LowBitTensor, check_dtype, encode_tensor
 from optim_utils._low_bit.tensor import rebuild_low_bit_tensor as rebuild_low_bit_tensor  # pickles name it here
 from optim_utils.rounding import random_bits
 
@@ -118,7 +118,7 @@ def quantize(
     _check_input(x, fmt, validate)
     dtype = dtype or (torch.float32 if x.dtype == torch.float64 else x.dtype)
     check_dtype(dtype)
-    blocks = encode(x.detach(), fmt, uniform=_uniform(x, stochastic, seed, generator))
+    blocks = encode_tensor(x.detach(), fmt, uniform=_uniform(x, stochastic, seed, generator))
     return LowBitTensor(*blocks, fmt, x.shape, dtype)
 
 
@@ -217,8 +217,8 @@ def from_plain(plain: dict[str, Any], fmt: LowBitFormat | None = None) -> LowBit
         )
         raise ValueError(f"the saved tensor has another format: found {differ}")
     try:
-        shape = [checked_index(ints[f"size_{dim}"]) for dim in range(checked_index(ints["dims"]))]
-        dtype = DTYPES[checked_index(ints["dtype"])]
+        shape = [non_negative_int(ints[f"size_{dim}"]) for dim in range(non_negative_int(ints["dims"]))]
+        dtype = DTYPES[non_negative_int(ints["dtype"])]
     except (KeyError, IndexError, TypeError) as error:
         raise ValueError(f"the saved format lacks its shape or dtype: {ints!r} ({error})") from error
     return LowBitTensor(plain["codes"], plain["scale"], plain.get("offset"), found, shape, dtype)

@@ -157,7 +157,7 @@ def _encode_scaled(x: Tensor, fmt: LowBitFormat, uniform: Tensor | None) -> tupl
     up = torch.where(largest < _SMALL, _RAISE, torch.ones_like(largest))  # two numbers would give the default dtype
     factor = torch.where(finite & (largest > 0), code.peak * (largest * up).reciprocal(), 0.0)
 
-    def encode(x: Tensor, uniform: Tensor | None) -> Tensor:
+    def codes_of(x: Tensor, uniform: Tensor | None) -> Tensor:
         y = torch.where(finite, x, 0.0) * up * factor
         # decoding squares the roots, so the mean has to be right for the squares
         squared = fmt.companding == "sqrt"
@@ -165,7 +165,7 @@ def _encode_scaled(x: Tensor, fmt: LowBitFormat, uniform: Tensor | None) -> tupl
         return torch.where(x > 0, codes.clamp(min=1), 0) if fmt.unsigned else codes
 
     uniforms = [None, None] if uniform is None else _by_place_in_byte(uniform, fmt)
-    codes = [encode(part, chances) for part, chances in zip(numbers, uniforms)]
+    codes = [codes_of(part, chances) for part, chances in zip(numbers, uniforms)]
     packed = codes[0] if fmt.bits == 8 else codes[0] | codes[1] << 4
     scale = torch.where(finite, (largest * (1 / code.peak)).clamp(max=_FP32_MAX), math.nan)
     return packed, scale.squeeze(-1)

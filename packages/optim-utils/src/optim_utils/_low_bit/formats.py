@@ -58,8 +58,8 @@ _CODES_OF_BITS: dict[int, tuple[CodeName, ...]] = {
     4: ("int", "nf4", "log_unsigned"),
     8: tuple(code for code in _CODES if code not in ("nf4", "log_unsigned")),
 }
-# keyed by a format's fields: two formats equal to it, see `LowBitFormat.specialized`
-_TWINS: dict[tuple[str, int, int, str, str], tuple[LowBitFormat, LowBitFormat]] = {}
+# keyed by a format's fields: two formats equal to it, for a compiler to trace; see `LowBitFormat.specialized`
+_TRACED_TWINS: dict[tuple[str, int, int, str, str], tuple[LowBitFormat, LowBitFormat]] = {}
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,12 @@ class LowBitFormat:
             raise ValueError(f"companding 'sqrt' needs a code for non-negative numbers, got {self.code!r}")
         key = (self.code, self.bits, self.block_size, self.layout, self.companding)
         # not while a compiler traces: it would guard on this write, and the ints are constants of its program anyway
-        if not torch.compiler.is_compiling() and key not in _TWINS:
-            _TWINS[key] = (self, self)
-            _TWINS[key] = (dataclasses.replace(self), dataclasses.replace(self))
+        if not torch.compiler.is_compiling() and key not in _TRACED_TWINS:
+            _TRACED_TWINS[key] = (self, self)
+            _TRACED_TWINS[key] = (dataclasses.replace(self), dataclasses.replace(self))
 
     def __reduce__(self) -> tuple[type[LowBitFormat], tuple[object, ...]]:
-        # unpickling calls `__init__`, so that the format is checked and entered into `_TWINS`
+        # unpickling calls `__init__`, so that the format is checked and entered into `_TRACED_TWINS`
         return type(self), tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def specialized(self) -> LowBitFormat:
@@ -116,10 +116,10 @@ class LowBitFormat:
         format that is read from a dict entry never differ.
         """
         key = (self.code, self.bits, self.block_size, self.layout, self.companding)
-        if not torch.compiler.is_compiling() or key not in _TWINS:
+        if not torch.compiler.is_compiling() or key not in _TRACED_TWINS:
             return self
-        twins = _TWINS[key]
-        return twins[0] if twins[1] is self else twins[1]
+        first, second = _TRACED_TWINS[key]
+        return first if second is self else second
 
     @property
     def unsigned(self) -> bool:
@@ -157,18 +157,18 @@ class LowBitFormat:
         """The format whose :meth:`to_ints` this is; other keys are ignored."""
         try:
             return cls(
-                code=_CODES[checked_index(ints["code"])],
-                bits=checked_index(ints["bits"]),
-                block_size=checked_index(ints["block_size"]),
-                layout=_LAYOUTS[checked_index(ints["layout"])],
-                scale_dtype=_SCALE_DTYPES[checked_index(ints["scale_dtype"])],
-                companding=_COMPANDINGS[checked_index(ints["companding"])],
+                code=_CODES[non_negative_int(ints["code"])],
+                bits=non_negative_int(ints["bits"]),
+                block_size=non_negative_int(ints["block_size"]),
+                layout=_LAYOUTS[non_negative_int(ints["layout"])],
+                scale_dtype=_SCALE_DTYPES[non_negative_int(ints["scale_dtype"])],
+                companding=_COMPANDINGS[non_negative_int(ints["companding"])],
             )
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(f"not the ints of a LowBitFormat: {ints!r} ({error})") from error
 
 
-def checked_index(value: Any) -> int:
+def non_negative_int(value: Any) -> int:
     """``value``, or TypeError unless it is a non-negative int of 64 bits: a checkpoint may hold anything."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
         raise TypeError(f"expected a non-negative int of 64 bits, got {value!r}")

@@ -276,7 +276,7 @@ def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
     if not isinstance(source, LowBitTensor):
         if is_dtensor(target.codes) and not is_dtensor(source):
             raise TypeError(f"codes that are DTensors are made from a DTensor, got a {type(source).__name__}")
-        source = LowBitTensor(*encode(source, target.fmt), target.fmt, source.shape, target.dtype)
+        source = LowBitTensor(*encode_tensor(source, target.fmt), target.fmt, source.shape, target.dtype)
     elif source.fmt != target.fmt:
         raise NotImplementedError(
             f"copy_ takes codes of the same format, {target.fmt}, got {source.fmt}: copy its .dequantize()"
@@ -287,7 +287,7 @@ def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
     return target
 
 
-def encode(x: Tensor, fmt: LowBitFormat, *, uniform: Tensor | None = None) -> Blocks:
+def encode_tensor(x: Tensor, fmt: LowBitFormat, *, uniform: Tensor | None = None) -> Blocks:
     """The blocks of x, DTensors if x is one; ``uniform`` is for this rank's part, see `encode_blocks`."""
     if not is_dtensor(x):
         return encode_blocks(x, fmt, uniform=uniform)
