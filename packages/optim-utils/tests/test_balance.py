@@ -138,7 +138,9 @@ def test_compute_under_a_memory_cap(model, size, num_ranks, cap, limit):
 
 def test_infeasible_cap_names_the_smallest_that_was_found():
     sizes, costs = weights("GPT-2 124M", 1024)
-    with pytest.raises(ValueError, match=r"smallest cap found is 94\d{5} bytes \(1\.21. × the mean\)") as caught:
+    with pytest.raises(
+        ValueError, match=r" bytes per rank; the smallest cap found is 94\d{5} bytes \(1\.21. × the mean\)"
+    ) as caught:
         partition(costs, 64, memory=sizes, memory_cap=1.1)
     smallest = int(str(caught.value).split("found is ")[1].split()[0])
     assert max(partition(costs, 64, memory=sizes, memory_cap=smallest).memory_loads) <= smallest

@@ -37,7 +37,8 @@ class Problem:
     order: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        keys = [(-cost, -size, item) for item, (cost, size) in enumerate(zip(self.costs, self.memory, strict=True))]
+        both = enumerate(zip(self.costs, self.memory, strict=True))
+        keys = [(-cost, -memory, item) for item, (cost, memory) in both]
         object.__setattr__(self, "order", [item for *_, item in sorted(keys)])
 
     def swapped(self) -> Problem:
@@ -61,9 +62,8 @@ def largest_load(problem: Problem, owner: Sequence[int]) -> float:
 def lower_bound(costs: Sequence[float], num_ranks: int, initial_load: Sequence[float]) -> float:
     """A load that no partition can undercut: the greatest of the mean, the largest item and the pigeonhole bounds.
 
-    For each k, with m ranks, some rank holds k + 1 of the k m + 1 largest items, which cost at least as much as the k +
-    1 smallest
-    of them.
+    For each k, with m ranks, some rank holds k + 1 of the k m + 1 largest items, which cost at least as much as the
+    k + 1 smallest of them.
     """
     ordered = sorted(costs, reverse=True)
     sums = [0.0, *ordered]
@@ -82,12 +82,12 @@ def longest_first(problem: Problem) -> list[int] | None:
     ranks = RanksInOrder(problem.initial_load, problem.cap)
     owner = [0] * len(problem.costs)
     for item in problem.order:
-        cost, size = problem.costs[item], problem.memory[item]
-        taken = ranks.take_first(size)
+        cost, memory = problem.costs[item], problem.memory[item]
+        taken = ranks.take_first(memory)
         if taken is None:
             return None
         load, owner[item], held = taken
-        ranks.put((load + cost, owner[item], held + size))
+        ranks.put((load + cost, owner[item], held + memory))
     return owner
 
 
@@ -131,17 +131,17 @@ def _both_at_once(problem: Problem) -> list[int] | None:
     """Longest first by whichever of cost and memory is scarcer for the item, each to the rank that is least full."""
     mean_cost = max(sum(problem.costs) / problem.num_ranks, math.ulp(0.0))
     relative = [
-        max(cost / mean_cost, size / problem.cap) for cost, size in zip(problem.costs, problem.memory, strict=True)
+        max(cost / mean_cost, memory / problem.cap) for cost, memory in zip(problem.costs, problem.memory, strict=True)
     ]
     ranks = RanksInOrder(problem.initial_load, problem.cap)
     owner = [0] * len(relative)
     for item in sorted(range(len(relative)), key=lambda item: (-relative[item], item)):
-        cost, size = problem.costs[item], problem.memory[item]
-        taken = ranks.take_least_full(cost, size, mean_cost)
+        cost, memory = problem.costs[item], problem.memory[item]
+        taken = ranks.take_least_full(cost, memory, mean_cost)
         if taken is None:
             return None
         load, owner[item], held = taken
-        ranks.put((load + cost, owner[item], held + size))
+        ranks.put((load + cost, owner[item], held + memory))
     return owner
 
 
@@ -158,17 +158,17 @@ def _multifit(problem: Problem, low: float, high: float) -> list[int] | None:
     return best
 
 
-def _best_fit(problem: Problem, size: float) -> list[int] | None:
-    """From the largest item down, each to the fullest rank that stays within ``size`` and the cap."""
-    ranks = RanksInOrder([size - load for load in problem.initial_load], problem.cap)
+def _best_fit(problem: Problem, limit: float) -> list[int] | None:
+    """From the largest item down, each to the fullest rank whose load stays within ``limit``, and memory in the cap."""
+    ranks = RanksInOrder([limit - load for load in problem.initial_load], problem.cap)
     owner = [0] * len(problem.costs)
     for item in problem.order:
         cost, memory = problem.costs[item], problem.memory[item]
         taken = ranks.take_first(memory, cost)
         if taken is None:
             return None
-        left, owner[item], held = taken
-        ranks.put((left - cost, owner[item], held + memory))
+        room, owner[item], held = taken
+        ranks.put((room - cost, owner[item], held + memory))
     return owner
 
 
@@ -178,7 +178,7 @@ class _Assignment:
     def __init__(self, problem: Problem, owner: Sequence[int]) -> None:
         self.problem, self.owner = problem, list(owner)
         self.loads = loads_of(problem.costs, owner, problem.initial_load)
-        self.held = loads_of(problem.memory, owner, [0] * problem.num_ranks)
+        self.memory_loads = loads_of(problem.memory, owner, [0] * problem.num_ranks)
         self.items: list[list[tuple[float, int]]] = [[] for _ in range(problem.num_ranks)]
         for item, rank in enumerate(owner):
             self.items[rank].append((problem.costs[item], item))
@@ -187,14 +187,14 @@ class _Assignment:
 
     def move(self, item: int, target: int) -> None:
         """Give an item to another rank."""
-        source, cost, size = self.owner[item], self.problem.costs[item], self.problem.memory[item]
+        source, cost, memory = self.owner[item], self.problem.costs[item], self.problem.memory[item]
         self.owner[item] = target
         self.items[source].remove((cost, item))
         insort(self.items[target], (cost, item))
         self.loads[source] -= cost
         self.loads[target] += cost
-        self.held[source] -= size
-        self.held[target] += size
+        self.memory_loads[source] -= memory
+        self.memory_loads[target] += memory
 
 
 def _improve(problem: Problem, start: Sequence[int], bound: float) -> list[int]:
@@ -246,7 +246,7 @@ def _best_exchange(assignment: _Assignment, full: int, other: int) -> tuple[_Exc
     min(a - b, difference - (a - b)), at most half the difference.
     """
     memory, cap = assignment.problem.memory, assignment.problem.cap
-    held_full, held_other = assignment.held[full], assignment.held[other]
+    memory_full, memory_other = assignment.memory_loads[full], assignment.memory_loads[other]
     others = assignment.items[other]
     difference = assignment.loads[full] - assignment.loads[other]
     # the two neighbours of the ideal partner, and with a cap some further ones
@@ -255,10 +255,10 @@ def _best_exchange(assignment: _Assignment, full: int, other: int) -> tuple[_Exc
     looks = 0
     previous = None
     for cost, item in reversed(assignment.items[full]):
-        size = memory[item]
-        if (cost, size) == previous:
+        given_memory = memory[item]
+        if (cost, given_memory) == previous:
             continue
-        previous = (cost, size)
+        previous = (cost, given_memory)
         middle = bisect_left(others, (cost - difference / 2, -1))
         partners: list[tuple[float, int | None]] = [(0.0, None), *others[max(0, middle - reach) : middle + reach]]
         for partner_cost, partner in partners:
@@ -267,8 +267,8 @@ def _best_exchange(assignment: _Assignment, full: int, other: int) -> tuple[_Exc
             gain = min(moved, difference - moved)
             if gain <= 0 or (best is not None and gain <= best.gain):
                 continue
-            partner_size = 0 if partner is None else memory[partner]
-            if held_other + size - partner_size > cap or held_full - size + partner_size > cap:
+            taken_memory = 0 if partner is None else memory[partner]
+            if memory_other + given_memory - taken_memory > cap or memory_full - given_memory + taken_memory > cap:
                 continue
             best = _Exchange(gain, item, partner)
     return best, looks

@@ -1,4 +1,4 @@
-"""Ranks kept in the order of a key, each with the amount that it holds of something bounded, such as memory.
+"""Ranks kept in the order of a key (a load, or the room left for one), each with the memory it holds, up to a cap.
 
 The first rank with room for an item is found without looking at every rank before it: ranks lie in short blocks, and a
 block in which no rank has room is skipped as a whole. Which ranks share a block changes no answer.
@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 
 __all__ = ["Entry", "RanksInOrder"]
 
-Entry = tuple[float, int, float]  # the key that orders it, the rank, the amount it holds
+# key, rank, memory held; a plain tuple, as the search compares and unpacks millions of them
+Entry = tuple[float, int, float]
 _BLOCK = 12  # ranks; blocks are split at twice as many
 
 
@@ -23,38 +24,38 @@ class RanksInOrder:
         self._cap = cap
         entries: list[Entry] = sorted((key, rank, 0.0) for rank, key in enumerate(keys))
         self._blocks = [entries[k : k + _BLOCK] for k in range(0, len(entries), _BLOCK)]
-        # of each block its first entry, and what the emptiest of its ranks holds
+        # of each block its first entry, and the least memory that one of its ranks holds
         self._firsts = [block[0] for block in self._blocks]
-        self._least = [0.0] * len(self._blocks)
+        self._least_held = [0.0] * len(self._blocks)
 
-    def take_first(self, size: float, key: float = -math.inf) -> Entry | None:
-        """Take out the first rank with a key of at least ``key`` and room for ``size``; None if there is none."""
+    def take_first(self, memory: float, key: float = -math.inf) -> Entry | None:
+        """Take out the first rank with a key of at least ``key`` and room for ``memory``; None if there is none."""
         cap, start = self._cap, (key, -1)
         begin = max(0, bisect_right(self._firsts, start) - 1)
         for k in range(begin, len(self._blocks)):
-            if self._least[k] + size > cap:
+            if self._least_held[k] + memory > cap:
                 continue
             block = self._blocks[k]
             for place in range(bisect_left(block, start) if k == begin else 0, len(block)):
-                if block[place][2] + size <= cap:
+                if block[place][2] + memory <= cap:
                     return self._take(k, place)
         return None
 
-    def take_least_full(self, cost: float, size: float, mean: float) -> Entry | None:
-        """Take out the rank that an item of ``cost`` and ``size`` leaves least full; None if no rank has room for it.
+    def take_least_full(self, cost: float, memory: float, mean_load: float) -> Entry | None:
+        """Take out the rank that an item of ``cost`` and ``memory`` leaves least full; None if no rank has room for it.
 
-        Fullness is the larger of two ratios, the key to ``mean`` and the amount held to the cap; of equally full ranks
-        the first is taken.
+        Fullness is the larger of two ratios, the key (a load) to ``mean_load`` and the memory held to the cap; of
+        equally full ranks the first is taken.
         """
         cap, fullness, found = self._cap, math.inf, None
-        for k, (first, least) in enumerate(zip(self._firsts, self._least)):
-            if (first[0] + cost) / mean >= fullness:
+        for k, (first, least) in enumerate(zip(self._firsts, self._least_held)):
+            if (first[0] + cost) / mean_load >= fullness:
                 break
-            if least + size > cap or (least + size) / cap >= fullness:
+            if least + memory > cap or (least + memory) / cap >= fullness:
                 continue
             for place, (key, _, held) in enumerate(self._blocks[k]):
-                full = max((key + cost) / mean, (held + size) / cap)
-                if full < fullness and held + size <= cap:
+                full = max((key + cost) / mean_load, (held + memory) / cap)
+                if full < fullness and held + memory <= cap:
                     fullness, found = full, (k, place)
         return None if found is None else self._take(*found)
 
@@ -62,28 +63,28 @@ class RanksInOrder:
         """Put in a rank that was taken out."""
         k = max(0, bisect_right(self._firsts, entry) - 1)
         if not self._blocks:
-            self._blocks, self._firsts, self._least = [[]], [entry], [math.inf]
+            self._blocks, self._firsts, self._least_held = [[]], [entry], [math.inf]
         block = self._blocks[k]
         insort(block, entry)
         self._firsts[k] = block[0]
-        self._least[k] = min(self._least[k], entry[2])
+        self._least_held[k] = min(self._least_held[k], entry[2])
         if len(block) == 2 * _BLOCK:
             halves = block[:_BLOCK], block[_BLOCK:]
             self._blocks[k : k + 1] = halves
             self._firsts[k : k + 1] = [half[0] for half in halves]
-            self._least[k : k + 1] = map(_least_held, halves)
+            self._least_held[k : k + 1] = map(_least_held_in, halves)
 
     def _take(self, k: int, place: int) -> Entry:
         block = self._blocks[k]
         entry = block.pop(place)
         if not block:
-            del self._blocks[k], self._firsts[k], self._least[k]
+            del self._blocks[k], self._firsts[k], self._least_held[k]
             return entry
         self._firsts[k] = block[0]
-        if entry[2] == self._least[k]:
-            self._least[k] = _least_held(block)
+        if entry[2] == self._least_held[k]:
+            self._least_held[k] = _least_held_in(block)
         return entry
 
 
-def _least_held(entries: Iterable[Entry]) -> float:
+def _least_held_in(entries: Iterable[Entry]) -> float:
     return min(held for _, _, held in entries)

@@ -142,9 +142,9 @@ def partition(
     num_ranks = int(num_ranks)  # numpy's integers would overflow
     costs = _checked("costs", costs)
     initial = _checked("initial_load", initial_load, num_ranks) if initial_load is not None else [0] * num_ranks
-    sizes = _checked("memory", memory, len(costs)) if memory is not None else [0] * len(costs)
-    cap = _cap_in_bytes(sizes, num_ranks, memory_cap, given=memory is not None)
-    problem = Problem(costs, num_ranks, initial, sizes, cap)
+    item_memory = _checked("memory", memory, len(costs)) if memory is not None else [0] * len(costs)
+    cap = _cap_in_bytes(item_memory, num_ranks, memory_cap, has_memory=memory is not None)
+    problem = Problem(costs, num_ranks, initial, item_memory, cap)
     owner = None if improve else longest_first(problem)
     if owner is None:
         owner = best_owners(problem)
@@ -154,7 +154,7 @@ def partition(
     return Partition(
         owner=tuple(owner),
         loads=loads,
-        memory_loads=tuple(loads_of(sizes, owner, [0] * num_ranks)) if memory is not None else None,
+        memory_loads=tuple(loads_of(item_memory, owner, [0] * num_ranks)) if memory is not None else None,
         # floats that are summed in another order may differ in the last digit
         lower_bound=min(lower_bound(costs, num_ranks, initial), max(loads)),
         costs=tuple(costs),
@@ -177,17 +177,17 @@ def _checked(name: str, values: Sequence[float], length: int | None = None) -> l
     return values
 
 
-def _cap_in_bytes(sizes: Sequence[float], num_ranks: int, cap: int | float | None, *, given: bool) -> float:
+def _cap_in_bytes(memory: Sequence[float], num_ranks: int, cap: int | float | None, *, has_memory: bool) -> float:
     if cap is None:
         return math.inf
-    if not given:
+    if not has_memory:
         raise ValueError("memory_cap needs memory: what each item weighs")
     if not cap > 0:
         raise ValueError(f"memory_cap must be positive, got {cap}")
-    if not any(sizes):
+    if not any(memory):
         # items that weigh nothing are within every cap, but a float cap would be a multiple of zero
         return math.inf
-    return cap if isinstance(cap, Integral) else cap * sum(sizes) / num_ranks
+    return cap if isinstance(cap, Integral) else cap * sum(memory) / num_ranks
 
 
 def _infeasible(problem: Problem) -> ValueError:
@@ -198,10 +198,10 @@ def _infeasible(problem: Problem) -> ValueError:
     mean = sum(problem.memory) / problem.num_ranks
     # rounded up, because as a cap it has to suffice: the exact ratio times the mean may round to less than the smallest
     multiple = math.ceil(1000 * _ratio(smallest, mean)) / 1000
-    if _cap_in_bytes(problem.memory, problem.num_ranks, multiple, given=True) < smallest:
+    if _cap_in_bytes(problem.memory, problem.num_ranks, multiple, has_memory=True) < smallest:
         multiple += 0.001
     return ValueError(
-        f"no partition found within memory_cap = {_exact(problem.cap)} bytes a rank; the smallest cap found is "
+        f"no partition found within memory_cap = {_exact(problem.cap)} bytes per rank; the smallest cap found is "
         f"{_exact(smallest)} bytes ({multiple:.3f} × the mean): raise it, or split the largest items"
     )
 
