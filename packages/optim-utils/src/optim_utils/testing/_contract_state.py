@@ -37,18 +37,18 @@ def state_dict_saved_and_loaded(case: OptimizerCase) -> None:
     saved = io.BytesIO()
     torch.save(optimizer.state_dict(), saved)
     saved.seek(0)
-    _continues_from(case, model, optimizer, torch.load(saved, weights_only=True))
+    _assert_continues_from(case, model, optimizer, torch.load(saved, weights_only=True))
 
 
 def state_dict_deep_copied(case: OptimizerCase) -> None:
     """A deep copy of a state_dict restores what was copied, whatever the optimizer did since."""
     model, optimizer = case.pair()
     train(model, optimizer, range(2))
-    copied = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    model_state, optimizer_state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     train(model, optimizer, range(2, 4))
     restored, restored_optimizer = case.pair()
-    restored.load_state_dict(copied[0])
-    restored_optimizer.load_state_dict(copied[1])
+    restored.load_state_dict(model_state)
+    restored_optimizer.load_state_dict(optimizer_state)
     train(restored, restored_optimizer, range(2, 4))
     assert_same(snapshot(restored, restored_optimizer), snapshot(model, optimizer), "training from the copy")
 
@@ -57,10 +57,10 @@ def state_dtype(case: OptimizerCase) -> None:
     """With bf16 parameters, loading keeps every state tensor's dtype and bits, and training continues bit for bit."""
     model, optimizer = case.pair(torch.bfloat16)
     train(model, optimizer, range(2))
-    _continues_from(case, model, optimizer, copy.deepcopy(optimizer.state_dict()), torch.bfloat16)
+    _assert_continues_from(case, model, optimizer, copy.deepcopy(optimizer.state_dict()), torch.bfloat16)
 
 
-def _continues_from(
+def _assert_continues_from(
     case: OptimizerCase,
     model: TinyModel,
     optimizer: Optimizer,
@@ -73,10 +73,12 @@ def _continues_from(
     given = copy.deepcopy(state_dict)
     restored_optimizer.load_state_dict(state_dict)
     assert_same(state_dict, given, "the dict that was loaded")
-    _continue_alike(model, optimizer, restored, restored_optimizer)
+    _assert_continue_alike(model, optimizer, restored, restored_optimizer)
 
 
-def _continue_alike(model: nn.Module, optimizer: Optimizer, other: nn.Module, other_optimizer: Optimizer) -> None:
+def _assert_continue_alike(
+    model: nn.Module, optimizer: Optimizer, other: nn.Module, other_optimizer: Optimizer
+) -> None:
     assert_same(snapshot(other, other_optimizer), snapshot(model, optimizer), "what was restored")
     for group, expected in zip(other_optimizer.param_groups, optimizer.param_groups, strict=True):
         assert_same(group["lr"], expected["lr"], "the restored lr")
@@ -106,12 +108,12 @@ def foreign_state_dict(case: OptimizerCase) -> None:
 
 def copies_and_pickles(case: OptimizerCase) -> None:
     """Model and optimizer, deep-copied or pickled together, train on alike and independently."""
-    for how, again in (("deepcopy", copy.deepcopy), ("pickle", lambda both: pickle.loads(pickle.dumps(both)))):
+    for how, duplicate in (("deepcopy", copy.deepcopy), ("pickle", lambda both: pickle.loads(pickle.dumps(both)))):
         model, optimizer = case.pair()
         train(model, optimizer, range(2))
-        other, other_optimizer = again((model, optimizer))
+        other, other_optimizer = duplicate((model, optimizer))
         assert type(other_optimizer) is type(optimizer), f"{how} gave a {type(other_optimizer).__name__}"
-        _continue_alike(model, optimizer, other, other_optimizer)
+        _assert_continue_alike(model, optimizer, other, other_optimizer)
     # without the model: the pickle holds copies of the parameters
     alone = pickle.loads(pickle.dumps(optimizer))
     assert_same(alone.state_dict(), optimizer.state_dict(), "the state_dict of a pickled optimizer")
@@ -158,13 +160,13 @@ def distributed_state_dict(case: OptimizerCase) -> None:
         target = get_optimizer_state_dict(restored, restored_optimizer, options=options)
         found = [param.detach() for param in restored.parameters()]
         assert_same(found, initial, "parameters, after get_optimizer_state_dict made the state of a fresh optimizer,")
-        _through_a_checkpoint(saved, target)
+        _save_and_load(saved, target)
         restored.load_state_dict(model.state_dict())
         set_optimizer_state_dict(restored, restored_optimizer, target, options=options)
-        _continue_alike(model, optimizer, restored, restored_optimizer)
+        _assert_continue_alike(model, optimizer, restored, restored_optimizer)
 
 
-def _through_a_checkpoint(saved: dict[str, Any], target: dict[str, Any]) -> None:
+def _save_and_load(saved: dict[str, Any], target: dict[str, Any]) -> None:
     """Save ``saved`` and load it into ``target``; every rank for itself, because all ranks have the same state."""
     with tempfile.TemporaryDirectory(prefix="contract-") as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -202,7 +204,7 @@ def _fsdp2(rank: int, world_size: int, case: OptimizerCase) -> None:
     get_optimizer_state_dict(restored, restored_optimizer)
     set_optimizer_state_dict(restored, restored_optimizer, state_dict)
     restored.load_state_dict(model.state_dict())
-    _continue_alike(model, optimizer, restored, restored_optimizer)
+    _assert_continue_alike(model, optimizer, restored, restored_optimizer)
 
 
 def accelerate_prepare(case: OptimizerCase) -> None:

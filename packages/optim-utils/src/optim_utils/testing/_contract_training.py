@@ -217,16 +217,16 @@ def schedulers(case: OptimizerCase) -> None:
     train(model, optimizer, [1])
     assert_same([param.detach() for param in model.parameters()], before, "parameters, after LambdaLR set lr to 0,")
     for name, make in all_schedulers(case).items():
-        _obeys(case, name, make, 0.125)
+        _assert_obeys(case, name, make, 0.125)
 
 
 def schedulers_of_tensor_lr(case: OptimizerCase) -> None:
     """Schedulers write into an ``lr`` that is a tensor, and the step obeys them."""
     for name in ("StepLR", "CosineAnnealingLR", "OneCycleLR"):
-        _obeys(case, name, all_schedulers(case)[name], torch.tensor(0.125, device=case.device))
+        _assert_obeys(case, name, all_schedulers(case)[name], torch.tensor(0.125, device=case.device))
 
 
-def _obeys(case: OptimizerCase, name: str, make: Callable[[Optimizer], Any], lr: float | torch.Tensor) -> None:
+def _assert_obeys(case: OptimizerCase, name: str, make: Callable[[Optimizer], Any], lr: float | torch.Tensor) -> None:
     """Training under a scheduler equals training with the same values written by hand."""
     model, optimizer = case.pair(lr=copy.copy(lr))
     written: list[dict[str, Any]] = []
