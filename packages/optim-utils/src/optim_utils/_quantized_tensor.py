@@ -12,13 +12,13 @@ from optim_utils.block_info import BlockInfo
 from optim_utils.low_bit import LowBitFormat, LowBitTensor, quantize
 from optim_utils.optimizer_modules import OptimizerModule
 
-__all__ = ["FLOAT_DTYPES", "QuantizedTensor", "is_supported", "not_supported", "stored_as"]
+__all__ = ["FLOAT_DTYPES", "QuantizedTensor", "is_supported", "stored_as", "unsupported_error"]
 
 # : the dtypes that plain casts convert between for storage and computation
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def not_supported(dtype: object) -> NotImplementedError:
+def unsupported_error(dtype: object) -> NotImplementedError:
     """The error for a dtype that tensors are not stored in."""
     error = NotImplementedError(f"Quantization for {dtype} is not yet supported!")
     error.add_note("for integer and 8-bit float storage give a LowBitFormat of optim_utils.low_bit as the dtype")
@@ -85,7 +85,7 @@ class QuantizedTensor(OptimizerModule):
         if isinstance(quantized_dtype, LowBitFormat):
             return cls(quantize(values, quantized_dtype), block_info)
         if quantized_dtype not in FLOAT_DTYPES:
-            raise not_supported(quantized_dtype)
+            raise unsupported_error(quantized_dtype)
         if block_info is None:
             # for a DTensor this keeps the placements
             stored = torch.zeros_like(values, dtype=quantized_dtype, memory_format=torch.contiguous_format)
@@ -98,7 +98,7 @@ class QuantizedTensor(OptimizerModule):
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The values in ``dtype``: the stored tensor itself if it has that dtype, else a new one."""
         if not is_supported(stored_as(self.quantized_values)):
-            raise not_supported(self.quantized_values.dtype)
+            raise unsupported_error(self.quantized_values.dtype)
         if isinstance(self.quantized_values, LowBitTensor):
             return self.quantized_values.dequantize(dtype)
         return self.quantized_values.to(dtype)
@@ -107,7 +107,7 @@ class QuantizedTensor(OptimizerModule):
     def quantize(self, tensor: Tensor) -> None:
         """Write ``tensor`` into the storage."""
         if not is_supported(stored_as(self.quantized_values)):
-            raise not_supported(self.quantized_values.dtype)
+            raise unsupported_error(self.quantized_values.dtype)
         if tensor.shape != self.quantized_values.shape:
             raise ValueError(
                 f"a quantized tensor of shape {tuple(self.quantized_values.shape)} can't take one of shape "

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from optim_utils._many_tensors import Stacks, copy_many, decode_many, encode_many, round_many
-from optim_utils._quantized_tensor import FLOAT_DTYPES, QuantizedTensor, is_supported, not_supported, stored_as
+from optim_utils._quantized_tensor import FLOAT_DTYPES, QuantizedTensor, is_supported, stored_as, unsupported_error
 from optim_utils._state.tensor_fill import lasting_sources
 from optim_utils.low_bit import LowBitFormat, LowBitTensor, quantize
 from optim_utils.optimizer_modules import OptimizerModule
@@ -227,7 +227,7 @@ class QuantizedTensorList(OptimizerModule):
 
     def _check_supported(self) -> None:
         if not is_supported(self.quantized_dtype):
-            raise not_supported(self.quantized_dtype)
+            raise unsupported_error(self.quantized_dtype)
 
 
 class DequantizeQuantizedTensorListContext(ParameterizeEnterExitContext[QuantizedTensorList], Sequence[Tensor]):
