@@ -231,12 +231,12 @@ class CombinedLinear(nn.Module):
     def _restore_layout(self) -> None:
         """Lay the parameter out again after torch has copied it into memory of another layout."""
         present = self.combined_weight.data
-        laid_out = self._in_layout(present)
+        laid_out = self._laid_out_if_plain(present)
         if laid_out is not present:
             self.combined_weight.data = laid_out
 
     @torch.no_grad()
-    def _in_layout(self, matrix: Tensor) -> Tensor:
+    def _laid_out_if_plain(self, matrix: Tensor) -> Tensor:
         """``matrix`` in this layer's layout; a DTensor stays as it is, as whatever shards it decides its layout."""
         return matrix if is_dtensor(matrix) else self._laid_out(matrix)
 
@@ -273,19 +273,11 @@ class CombinedLinear(nn.Module):
         if self.bias_vector is not None:
             live[prefix + "bias"] = self.bias_vector.detach()
         found = {name: state_dict[name] for name in live if name in state_dict}
+        errors = _misfits(found, live)
         if found and combined in state_dict:
-            error_msgs.append(f"{combined} and {', '.join(found)} are two forms of the same values: give one of them")
-        wrong = [
-            name for name, value in found.items() if not isinstance(value, Tensor) or value.shape != live[name].shape
-        ]
-        error_msgs += [
-            f"size mismatch for {name}: copying a param with shape {found[name].shape} from checkpoint, "
-            f"the shape in current model is {live[name].shape}."
-            if isinstance(found[name], Tensor)
-            else f"expected a tensor for {name}, got a {type(found[name]).__name__}"
-            for name in wrong
-        ]
-        if wrong or (found and combined in state_dict):
+            errors.insert(0, f"{combined} and {', '.join(found)} are two forms of the same values: give one of them")
+        if errors:
+            error_msgs += errors
             return
         if found:
             missing_keys += [name for name in live if name not in found]
@@ -296,7 +288,19 @@ class CombinedLinear(nn.Module):
         loaded = state_dict.get(combined)
         if local_metadata.get("assign_to_params_buffers") and isinstance(loaded, Tensor) and loaded.ndim == 2:
             # the loaded tensor becomes the parameter, so it needs the layout of this layer
-            state_dict[combined] = self._in_layout(loaded)
+            state_dict[combined] = self._laid_out_if_plain(loaded)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+
+
+def _misfits(found: dict[str, object], live: dict[str, Tensor]) -> list[str]:
+    """An error for each found value that is no tensor of the live one's shape."""
+    return [
+        f"size mismatch for {name}: copying a param with shape {value.shape} from checkpoint, "
+        f"the shape in current model is {live[name].shape}."
+        if isinstance(value, Tensor)
+        else f"expected a tensor for {name}, got a {type(value).__name__}"
+        for name, value in found.items()
+        if not isinstance(value, Tensor) or value.shape != live[name].shape
+    ]
