@@ -110,14 +110,14 @@ def code_of(fmt: LowBitFormat) -> Code:
     return _CODES[fmt.code, fmt.bits]
 
 
-def _with(
+def _both_with(
     encode: Callable[..., Tensor], decode: Callable[..., Tensor], **options: Any
 ) -> tuple[Elementwise, Elementwise]:
     """Both directions of a map that comes in several sizes."""
     return functools.partial(encode, **options), functools.partial(decode, **options)
 
 
-def _with_sign(encode: Elementwise) -> Elementwise:
+def _encode_signed(encode: Elementwise) -> Elementwise:
     """Two's complement of the magnitude that ``encode`` gives; negative magnitudes end at 127."""
 
     def signed(y: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def _with_sign(encode: Elementwise) -> Elementwise:
     return signed
 
 
-def _from_sign(decode: Elementwise) -> Elementwise:
+def _decode_signed(decode: Elementwise) -> Elementwise:
     def signed(code: Tensor) -> Tensor:
         negative = code > 128
         number = decode(torch.where(negative, 256 - code, code))
@@ -138,8 +138,8 @@ def _from_sign(decode: Elementwise) -> Elementwise:
 
 def _dynamic_signed() -> Code:
     # The map has 1 but no -1: its byte 0x80 is +1, magnitude 128, and negative magnitudes end at 127.
-    encode, decode = _with(encode_dynamic, decode_dynamic, first=1)
-    return Code(1.0, _with_sign(encode), _from_sign(decode), lowest=-127, highest=128)
+    encode, decode = _both_with(encode_dynamic, decode_dynamic, first=1)
+    return Code(1.0, _encode_signed(encode), _decode_signed(decode), lowest=-127, highest=128)
 
 
 def _dynamic_unsigned() -> Code:
@@ -155,7 +155,7 @@ def _dynamic_unsigned() -> Code:
 def _signed(encode: Elementwise, decode: Elementwise) -> Code:
     """Magnitudes 0 to 127 with a sign, both signs alike; the peak is the number of the largest."""
     peak = decode(torch.tensor([127], device="cpu")).item()
-    return Code(peak, _with_sign(encode), _from_sign(decode), lowest=-127, highest=127)
+    return Code(peak, _encode_signed(encode), _decode_signed(decode), lowest=-127, highest=127)
 
 
 def _unsigned(encode: Elementwise, decode: Elementwise) -> Code:
@@ -195,10 +195,10 @@ _CODES: dict[tuple[str, int], Code] = {
     ("int", 4): _integer(4),
     ("dynamic", 8): _dynamic_signed(),
     ("dynamic_unsigned", 8): _dynamic_unsigned(),
-    ("octal", 8): _signed(*_with(encode_octal, decode_octal, digits=7)),
-    ("octal_unsigned", 8): _unsigned(*_with(encode_octal, decode_octal, digits=8)),
-    ("cubic", 8): _signed(*_with(encode_power, decode_power, power=cube, digits=7)),
-    ("quintic_unsigned", 8): _unsigned(*_with(encode_power, decode_power, power=fifth_power, digits=8)),
+    ("octal", 8): _signed(*_both_with(encode_octal, decode_octal, digits=7)),
+    ("octal_unsigned", 8): _unsigned(*_both_with(encode_octal, decode_octal, digits=8)),
+    ("cubic", 8): _signed(*_both_with(encode_power, decode_power, power=cube, digits=7)),
+    ("quintic_unsigned", 8): _unsigned(*_both_with(encode_power, decode_power, power=fifth_power, digits=8)),
     ("e4m3", 8): _float8(torch.float8_e4m3fn),
     ("e5m2", 8): _float8(torch.float8_e5m2),
     ("nf4", 4): Code(1.0, encode_nf4, decode_nf4, lowest=-7, highest=8, count=16),
