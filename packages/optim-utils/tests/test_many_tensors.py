@@ -21,7 +21,7 @@ def numbers(*, seed: int = 0) -> list[Tensor]:
 @pytest.mark.parametrize("fmt", [INT8, DYNAMIC8, UINT8_AFFINE, INT4], ids=lambda f: f"{f.code}{f.bits}")
 @pytest.mark.parametrize("longest", [1 << 22, 2048], ids=["one row", "short rows"])
 def test_codes_and_numbers(monkeypatch: pytest.MonkeyPatch, fmt: LowBitFormat, layout: str, longest: int) -> None:
-    monkeypatch.setattr(many, "_LONGEST", longest)
+    monkeypatch.setattr(many, "_MAX_ROW", longest)
     fmt = fmt.with_(layout=layout)
     targets = [quantize(x, fmt) for x in numbers()]
     for alone, together in zip(targets, decode_many(targets, torch.float32)):
@@ -36,7 +36,7 @@ def test_codes_and_numbers(monkeypatch: pytest.MonkeyPatch, fmt: LowBitFormat, l
 
 
 def test_rows_are_of_one_kind_and_not_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(many, "_LONGEST", 100)
+    monkeypatch.setattr(many, "_MAX_ROW", 100)
     sizes = [("a", 40), ("b", 10), ("a", 40), (None, 5), ("a", 40), ("b", 0), ("b", 51), ("a", 10), ("c", 1)]
     rows = list(many._rows(sizes))
     assert sorted(rows) == [[0, 2], [4, 7]]

@@ -250,7 +250,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("longest", [1 << 22, 64], ids=["one row", "short rows"])
 def test_sequences(monkeypatch: pytest.MonkeyPatch, longest: int) -> None:
-    monkeypatch.setattr(many, "_LONGEST", longest)
+    monkeypatch.setattr(many, "_MAX_ROW", longest)
     for seed in range(60):
         Sequence(seed).run(20)
 

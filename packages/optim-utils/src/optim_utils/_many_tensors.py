@@ -27,7 +27,7 @@ from optim_utils.rounding import stochastic_round, stochastic_round_
 
 __all__ = ["Stacks", "copy_many", "decode_many", "encode_many", "round_many"]
 
-_LONGEST = 1 << 22  # elements of a row
+_MAX_ROW = 1 << 22  # elements
 _PLAIN = {Tensor, nn.Parameter}
 
 
@@ -147,9 +147,9 @@ def _rows(kinds_and_sizes: Iterable[tuple[Hashable, int]]) -> Iterator[list[int]
     rows: dict[Hashable, list[int]] = {}
     lengths: dict[Hashable, int] = {}
     for position, (kind, size) in enumerate(kinds_and_sizes):
-        if kind is None or not 0 < size <= _LONGEST // 2:
+        if kind is None or not 0 < size <= _MAX_ROW // 2:
             continue
-        if lengths.get(kind, 0) + size > _LONGEST:
+        if lengths.get(kind, 0) + size > _MAX_ROW:
             yield rows.pop(kind)
             lengths[kind] = 0
         rows.setdefault(kind, []).append(position)

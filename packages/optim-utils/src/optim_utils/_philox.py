@@ -42,7 +42,7 @@ _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 _MULTIPLIER_OF_TWO = 0xD256D193
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
-_CACHED = 1 << 14  # words that are computed at a time on a CPU, 128 KiB
+_PIECE = 1 << 14  # words that are computed at a time on a CPU, 128 KiB
 
 Word = int | Tensor
 
@@ -115,7 +115,7 @@ def philox_uint32(
     if torch.compiler.is_compiling() or torch.empty(0, device=device).device.type != "cpu":
         return words(0, count).view(shape)
     # The ten rounds make about a hundred passes over the words: in pieces, these stay in a CPU's cache.
-    pieces = [words(start, min(start + _CACHED, count)) for start in range(0, max(count, 1), _CACHED)]
+    pieces = [words(start, min(start + _PIECE, count)) for start in range(0, max(count, 1), _PIECE)]
     return torch.cat(pieces).view(shape)
 
 
