@@ -53,7 +53,7 @@ class OptimizerModule(Stateful):
         state = {} if destination is None else destination
         try:
             for name, value in self.state_attributes():
-                stored = store(value, keep_vars, store_non_tensors)
+                stored = stored_form(value, keep_vars, store_non_tensors)
                 if stored is not _LEFT_OUT:
                     state[name] = stored
         except RecursionError:
@@ -109,7 +109,7 @@ class OptimizerModule(Stateful):
 _LEFT_OUT = object()
 
 
-def store(value: Any, keep_vars: bool = False, store_non_tensors: bool = True) -> Any:
+def stored_form(value: Any, keep_vars: bool = False, store_non_tensors: bool = True) -> Any:
     """What stands for ``value`` in a state; the private ``_LEFT_OUT`` if nothing does."""
     if isinstance(value, LowBitTensor):
         return to_plain(value)
@@ -126,5 +126,5 @@ def store(value: Any, keep_vars: bool = False, store_non_tensors: bool = True) -
         items = enumerate(value)
     else:
         return value if store_non_tensors and not is_never_stored(value) else _LEFT_OUT
-    stored = ((key, store(item, keep_vars, store_non_tensors)) for key, item in items)
+    stored = ((key, stored_form(item, keep_vars, store_non_tensors)) for key, item in items)
     return {key: item for key, item in stored if item is not _LEFT_OUT}

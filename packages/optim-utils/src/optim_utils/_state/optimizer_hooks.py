@@ -23,7 +23,7 @@ from optim_utils._state.load_plan import LoadPlan
 from optim_utils._state.load_report import in_words
 from optim_utils._state.walk import SEQUENCES, Stateful, entries_by_key, is_low_bit_form
 from optim_utils.low_bit import LowBitTensor, from_plain
-from optim_utils.optimizer_modules import OptimizerModule, store
+from optim_utils.optimizer_modules import OptimizerModule, stored_form
 
 logger = logging.getLogger(__name__)
 
@@ -252,7 +252,7 @@ def _restored(value: Any, device: torch.device) -> Any:
 
 def _plain(value: Any) -> Any:
     """``value`` for a checkpoint: nested dicts if it holds objects, otherwise unchanged."""
-    return _without_none(store(value)) if _holds_objects(value) else value
+    return _without_none(stored_form(value)) if _holds_objects(value) else value
 
 
 def _holds_objects(value: object) -> bool:
