@@ -12,7 +12,7 @@ from optim_utils._combined_linear import CombinedLinear
 L = TypeVar("L", bound=nn.Module)
 
 # modules whose fast paths read the `.bias` of the layers in them, and take it for a tensor
-_READS_BIAS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+_BIAS_READERS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 _PARAMETERS = {"weight", "bias", "combined_weight"}
 _BY_PREDICATE = ", or leave it out with the predicate"
 
@@ -50,20 +50,20 @@ def combine_linears(
     chosen = {name: layer for name, layer in found.items() if predicate is None or predicate(name, layer)}
     _check_bias_is_not_read(model, chosen)
     _check_nothing_is_lost(model, chosen, way_out=_BY_PREDICATE)
-    new = {}
+    replacements = {}
     for name, layer in chosen.items():
         try:
-            new[layer] = CombinedLinear.from_linear(layer, align_rows=align_rows, column_major=column_major)
+            replacements[layer] = CombinedLinear.from_linear(layer, align_rows=align_rows, column_major=column_major)
         except ValueError as error:
             error.add_note(f"the layer is {name!r}")
             raise
-    return _replace(model, new)
+    return _replace(model, replacements)
 
 
 def _check_bias_is_not_read(model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
     """Refuse layers whose ``bias`` is taken for a tensor by the module around them."""
     readers = {
-        child: parent for parent in model.modules() if isinstance(parent, _READS_BIAS) for child in parent.children()
+        child: parent for parent in model.modules() if isinstance(parent, _BIAS_READERS) for child in parent.children()
     }
     for name, layer in chosen.items():
         if layer in readers:
@@ -116,10 +116,10 @@ def uncombine_linears(model: nn.Module) -> list[str]:
     return _replace(model, {layer: layer.to_linear() for layer in found.values()})
 
 
-def _replace(model: nn.Module, new: dict[L, nn.Linear] | dict[L, CombinedLinear]) -> list[str]:
-    """Put new layers in the places of old ones, at every name that leads to them."""
-    names = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if module in new]
+def _replace(model: nn.Module, replacements: dict[L, nn.Linear] | dict[L, CombinedLinear]) -> list[str]:
+    """Put each layer's replacement in its place, at every name that leads to them."""
+    names = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if module in replacements]
     for name, module in names:
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, new[module])
+        setattr(model.get_submodule(parent), child, replacements[module])
     return [name for name, _ in names]

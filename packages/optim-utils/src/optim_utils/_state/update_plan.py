@@ -93,8 +93,8 @@ def _has_something_to_fill(live: object) -> bool:
 def _as_tensor(number: Any, dtype: torch.dtype) -> Tensor | None:
     """The number in ``dtype``, rounded at most; None if it would be truncated, wrap around or become infinite."""
     # int < float < complex: a number must not be of a later kind than the tensor
-    rank = 0 if isinstance(number, Integral) else 1 if isinstance(number, Real) else 2
-    if rank > dtype.is_floating_point + 2 * dtype.is_complex:
+    kind = 0 if isinstance(number, Integral) else 1 if isinstance(number, Real) else 2
+    if kind > dtype.is_floating_point + 2 * dtype.is_complex:
         return None
     try:
         tensor = torch.tensor(number, dtype=dtype, device="cpu")
