@@ -247,7 +247,7 @@ def prefetch_waits_for_one_module(rank, world_size):
         if is_announced:
             optimizer.step()
         else:
-            with pytest.raises(RuntimeError, match=r"used outside the forward pass of its module.*call prefetch\(module\)"):
+            with pytest.raises(RuntimeError, match=r"outside the forward pass of its module.*call prefetch\(module\)"):
                 optimizer.step()
         optimizer.zero_grad()
 
