@@ -408,7 +408,7 @@ LONE_CASES = [
 def test_tiles_that_a_product_cannot_take_are_refused() -> None:
     x = torch.randn(1, 640, 64, device=DEVICE).half()
     fours = LONE[0]._replace(quartered=True)
-    with pytest.raises(ValueError, match="fours of tiles on the diagonal, got m = 640"):
+    with pytest.raises(ValueError, match="multiple of 4 diagonal tiles, got m = 640"):
         mk.symmetric_product(x, x, tile=fours)
     with pytest.raises(ValueError, match="x xᵀ alone"):
         mk.symmetric_product(x, x.clone(), tile=fours)
