@@ -63,7 +63,7 @@ class AdamWLaunch:
         self._grad_rows = self._scalar_rows = b""
         self._is_uploaded = False
         # whether a capture fills the tables: they then have their content when that graph is replayed, for it alone
-        self.is_promised = False
+        self.filled_in_capture = False
         # learning rates and betas on the device, kept while the launch may read them
         self._scalar_tensors: list[Tensor] = []
         self._grads_view = self._scalars_view = self._changing.words
@@ -77,8 +77,8 @@ class AdamWLaunch:
 
     def refresh(self, grads: TensorList) -> None:
         """Take note of this step's gradients, which are checked again only if they are of another kind than before."""
-        if self.is_promised:
-            self._aligned, self._kinds, self.is_promised = [], [], False
+        if self.filled_in_capture:
+            self._aligned, self._kinds, self.filled_in_capture = [], [], False
         addresses = grads.addresses
         are_alike = grads.kinds == self._kinds and not self.copies
         if are_alike and addresses == self._addresses:
@@ -146,7 +146,7 @@ class AdamWLaunch:
         if not self._is_alone:
             self._records.update(array("q", chain.from_iterable(self._rows)).tobytes())
         self._launch = self._bound_kernel(tuned)
-        self._aligned, self.is_promised = aligned, is_capturing(self._device)
+        self._aligned, self.filled_in_capture = aligned, is_capturing(self._device)
 
     def _bound_kernel(self, tuned: Tuning) -> Launch:
         """The kernel for tensors of this signature, with its grid."""

@@ -64,7 +64,7 @@ class ElementLaunch:
         self._addresses: list[int] = []
         self._told: tuple[Any, ...] = ()
         # whether a capture fills the chunk map: it then has its content when that graph is replayed, for it alone
-        self._is_promised = False
+        self._filled_in_capture = False
         self._scalar_tensors: list[Tensor] = []
         self._aligned: list[bool]
         self._width: int
@@ -95,7 +95,7 @@ class ElementLaunch:
         lengths = [None if each is None else len(each) for each in lists.values()]
         # copies, because the caller may write to its lists
         told = (tensors[0].device, lengths, [*map(list, columns)], list(constants))
-        is_new = kinds != self._kinds or told != self._told or self._is_promised
+        is_new = kinds != self._kinds or told != self._told or self._filled_in_capture
         if not is_new and addresses == self._addresses:
             return
         # forget the old list first: a call that fails midway may leave tables of either list
@@ -158,7 +158,7 @@ class ElementLaunch:
         self._launch = Launch.overlapping(
             kernel, self._chunks.num_chunks, (TILE, *compiled_for), self.device, **options
         )
-        self._aligned, self._is_promised = aligned, is_capturing(self.device)
+        self._aligned, self._filled_in_capture = aligned, is_capturing(self.device)
 
     def run(self, groups: Sequence[Sequence[Scalar]], *tensors: Tensor) -> None:
         """Launch on the current stream, with the numbers of each group and further arguments of the kernel."""

@@ -154,7 +154,7 @@ class AdamWPlan:
         self._known = None
         for launch in self._launches:
             launch.refresh(TensorList([grads.tensors[place] for place in launch.places]))
-        self._known = None if any(launch.is_promised for launch in self._launches) else seen
+        self._known = None if any(launch.filled_in_capture for launch in self._launches) else seen
 
     def step(
         self,
