@@ -23,13 +23,13 @@ from optim_kernels._optimizers.adamw_state import (
     StateDtype,
     check_dtype,
     check_storage,
+    converted_state,
     drop_other_masters,
     laid_out,
     missing_master,
-    new_state,
-    placed_state,
     plain_state,
     torch_state,
+    zero_state,
 )
 from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
 from optim_kernels._optimizers.adamw_torch import beyond_torch, step_with_torch
@@ -286,7 +286,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         The kernels go through parameter and moments in one order, that of the parameter in memory.
         """
         state, device = self._own_state[param], step_device(param, group)
-        made = {} if state else new_state(param, group, step_device=device)
+        made = {} if state else zero_state(param, group, step_device=device)
         made |= missing_master(param, group, state)
         if for_kernels:
             made |= laid_out(param, state)
@@ -301,7 +301,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=device)
 
     def _place_state(self, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-        return placed_state(param, group, saved, step_device=step_device(param, group))
+        return converted_state(param, group, saved, step_device=step_device(param, group))
 
     def state_dict(self) -> dict[str, Any]:
         """A state dict as torch's: step counts are on the CPU, unless the group is ``capturable`` or ``fused``."""

@@ -25,7 +25,7 @@ from optim_kernels._optimizers.base import (
     text_table,
 )
 from optim_kernels._optimizers.followed_writes import can_be_followed
-from optim_kernels._optimizers.muon_entries import entries_of, explained_entry, placed_state
+from optim_kernels._optimizers.muon_entries import convert_loaded_state, entries_of, explained_entry
 from optim_kernels._optimizers.muon_groups import (
     DEFAULTS,
     KELLER,
@@ -130,7 +130,9 @@ class MuonGroups(PrivateState, Optimizer):
     def _place_state(self, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         """The loaded state in the group's formats; the next step makes a master that is missing."""
         state = super()._place_state(param, group, saved)
-        return placed_state(param, group, state) if self._is_muon(group) else state
+        if self._is_muon(group):
+            convert_loaded_state(param, group, state)
+        return state
 
     def state_dict(self) -> dict[str, Any]:
         """A state dict as torch's; views and dtypes are in plain form, so that it loads with ``weights_only=True``."""

@@ -120,7 +120,7 @@ def new_count(device: torch.device) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device=device)
 
 
-def new_state(
+def zero_state(
     param: Tensor, group: dict[str, Any], *, step_device: torch.device, whole: Tensor | None = None
 ) -> dict[str, Any]:
     """The state of a parameter that has not been stepped; ``whole``: the parameter of which ``param`` is a part."""
@@ -134,7 +134,7 @@ def new_state(
     return state
 
 
-def placed_state(
+def converted_state(
     param: Tensor,
     group: dict[str, Any],
     saved: dict[str, Any],
@@ -153,12 +153,12 @@ def placed_state(
         if key == "step":
             state[key] = torch.as_tensor(value, dtype=torch.float32, device=step_device).reshape(()).clone()
         elif key in dtypes:
-            state[key] = _placed_moment(param, key, value, dtypes[key])
+            state[key] = _converted_moment(param, key, value, dtypes[key])
         elif key not in (*_MASTERS, *MOMENTS):
             state[key] = value
     if group["amsgrad"] and "max_exp_avg_sq" not in state:
         state["max_exp_avg_sq"] = as_float(state["exp_avg_sq"]).to(dtypes["max_exp_avg_sq"], copy=True)
-    return state | placed_master(param, group["master_weights"], saved)
+    return state | masters_to_keep(param, group["master_weights"], saved)
 
 
 def init_state(param: Tensor, group: dict[str, Any], state: dict[str, Any], *, whole: Tensor | None = None) -> None:
@@ -169,10 +169,10 @@ def init_state(param: Tensor, group: dict[str, Any], state: dict[str, Any], *, w
             is then the same part of the whole parameter's state, in the same formats and with the same bits.
     """
     is_complete = state.keys() >= {*NEEDED}
-    made = {} if is_complete else new_state(param, group, step_device=param.device, whole=whole)
-    placed = placed_state(param, group, {**made, **state}, step_device=param.device, whole=whole)
+    made = {} if is_complete else zero_state(param, group, step_device=param.device, whole=whole)
+    converted = converted_state(param, group, {**made, **state}, step_device=param.device, whole=whole)
     state.clear()
-    state.update(placed | missing_master(param, group, placed))
+    state.update(converted | missing_master(param, group, converted))
     drop_other_masters(group, state)
 
 
@@ -200,7 +200,7 @@ def _dtypes(param: Tensor, group: dict[str, Any]) -> dict[str, torch.dtype]:
     return {"exp_avg": first, "exp_avg_sq": second, "max_exp_avg_sq": maximum}
 
 
-def _placed_moment(param: Tensor, key: str, value: Any, dtype: torch.dtype) -> Tensor:
+def _converted_moment(param: Tensor, key: str, value: Any, dtype: torch.dtype) -> Tensor:
     """A loaded moment, also one in plain form, on the parameter's device and in ``dtype``."""
     moment: Tensor = (from_plain(value) if isinstance(value, dict) else value).to(param.device)
     if moment.shape != param.shape:
@@ -254,7 +254,7 @@ def laid_out(param: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def placed_master(param: Tensor, master_weights: MasterWeights, saved: dict[str, Any]) -> dict[str, Tensor]:
+def masters_to_keep(param: Tensor, master_weights: MasterWeights, saved: dict[str, Any]) -> dict[str, Tensor]:
     """The saved master, if the group wants any.
 
     A master of the other kind is kept as it is: the next step converts it (`missing_master`), since that takes the

@@ -14,9 +14,9 @@ from optim_kernels._impl import PLAIN_TYPES
 from optim_kernels._optimizers.adamw_state import (
     drop_other_masters,
     master_of,
+    masters_to_keep,
     missing_master,
     new_count,
-    placed_master,
 )
 from optim_kernels._optimizers.muon_groups import check_choices, check_param, ns_config_of, rule_of, view_of
 from optim_kernels.functional.muon import check_kernels, muon_, new_second_moment, num_second_moments
@@ -52,14 +52,14 @@ def convert_state(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]
     if dtype is not None and "momentum_buffer" in state:
         state["momentum_buffer"] = state["momentum_buffer"].to(dtype)
     if "master" in state or "master_low" in state:
-        masters = placed_master(param, group["master_weights"], state)
+        masters = masters_to_keep(param, group["master_weights"], state)
         for key in ("master", "master_low"):
             state.pop(key, None)
         state.update(masters)
 
 
-def placed_state(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    """A loaded state in the group's formats and laid out as the parameter is."""
+def convert_loaded_state(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+    """Bring a loaded ``state`` into the group's formats, laid out as the parameter is."""
     convert_state(param, group, state)
     if "second_momentum_buffer" in state:
         wide = torch.float64 if param.dtype == torch.float64 else torch.float32
@@ -69,7 +69,6 @@ def placed_state(param: Tensor, group: Mapping[str, Any], state: dict[str, Any])
         for key in ("momentum_buffer", "master", "master_low"):
             if key in state and state[key].stride() != strides:
                 state[key] = torch.empty_like(param, dtype=state[key].dtype).copy_(state[key])
-    return state
 
 
 def gradient_of(param: Tensor, group: Mapping[str, Any], name: str) -> Tensor | None:
