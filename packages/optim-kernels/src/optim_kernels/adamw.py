@@ -221,8 +221,8 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         self._prepared = prepared
         # all of this may raise, so it comes before the kernels, or another group, change anything
         with_torch: list[tuple[Any, ...]] = [
-            (group, own, [grads[place] for place in places], [self._own_state[param] for param in own], places)
-            for group, places, own in prepared.with_torch
+            (group, own, [grads[index] for index in indices], [self._own_state[param] for param in own], indices)
+            for group, indices, own in prepared.with_torch
         ]
         for group, own, own_grads, own_states, _ in with_torch:
             check_adamw_scalars(group)
@@ -247,8 +247,8 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
             prepared.kernels.run(
                 self.param_groups, seen, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor
             )
-        for group, own, own_grads, own_states, places in with_torch:
-            step_with_torch(group, own, own_grads, own_states, places, grad_scale, found_inf, clip_factor)
+        for group, own, own_grads, own_states, indices in with_torch:
+            step_with_torch(group, own, own_grads, own_states, indices, grad_scale, found_inf, clip_factor)
         if prepared.followed:
             self._writes.note_step(prepared.followed)
 
@@ -257,9 +257,9 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         names = self._parameter_names()
         for group in self.param_groups:
             self._check_paths(group, names)
-        places: list[int] = []
+        indices: list[int] = []
         reasons: list[str] = []
-        for place, ((group, param), grad) in enumerate(zip(self._parameters(), grads)):
+        for index, ((group, param), grad) in enumerate(zip(self._parameters(), grads)):
             if grad is None:
                 continue
             if grad.layout != torch.strided:
@@ -272,13 +272,13 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
             reason = why_not_kernels(param, group)
             self._ensure_state(param, group, for_kernels=reason is None)
             if reason is None:
-                places.append(place)
+                indices.append(index)
             else:
                 reasons.append(reason)
         if reasons and not self._logged_fallback:
             self._logged_fallback = True
             log_fallback(self, reasons)
-        return PreparedStep(self.param_groups, params, grads, self._own_state, places, options=_planned_options)
+        return PreparedStep(self.param_groups, params, grads, self._own_state, indices, options=_planned_options)
 
     def _ensure_state(self, param: Tensor, group: dict[str, Any], *, for_kernels: bool) -> None:
         """Make what the state of ``param`` lacks, in the layout and on the devices that the step needs.

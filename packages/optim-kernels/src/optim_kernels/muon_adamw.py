@@ -181,11 +181,11 @@ class TritonMuonAdamW(MuonGroups):
         """Step all AdamW groups: the launch that is ready where the kernels run, the reference elsewhere."""
         if prepared.kernels is not None:
             prepared.kernels.launch()
-        for group, _, own in prepared.with_torch:
-            states = [self._own_state[p] for p in own]
+        for group, _, params in prepared.with_torch:
+            states = [self._own_state[p] for p in params]
             adamw_(
-                own,
-                [p.grad for p in own],  # type: ignore[misc]
+                params,
+                [p.grad for p in params],  # type: ignore[misc]
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 steps=[state["step"] for state in states],
@@ -206,9 +206,9 @@ class TritonMuonAdamW(MuonGroups):
             _check_choices(group)
         names = self._parameter_names()
         group_of = [group for group in groups for _ in group["params"]]
-        places: list[int] = []
+        indices: list[int] = []
         reasons: list[str] = []
-        for place, (p, grad, group) in enumerate(zip(params, grads, group_of)):
+        for index, (p, grad, group) in enumerate(zip(params, grads, group_of)):
             if grad is None:
                 continue
             if grad.layout != torch.strided:
@@ -220,13 +220,13 @@ class TritonMuonAdamW(MuonGroups):
             reason = _why_not_kernels(p, group)
             if reason is None:
                 self._lay_out(p, names[p])
-                places.append(place)
+                indices.append(index)
             elif group["impl"] == "triton":
                 raise RuntimeError(f"impl='triton' cannot update {names[p]}: {reason}; use impl='auto' or 'torch'")
             else:
                 reasons.append(reason)
         self._log_fallbacks(reasons)
-        return PreparedStep(groups, params, grads, self._own_state, places, options=_options)
+        return PreparedStep(groups, params, grads, self._own_state, indices, options=_options)
 
     def _ensure_adamw_state(self, p: Tensor) -> None:
         state = self._own_state[p]

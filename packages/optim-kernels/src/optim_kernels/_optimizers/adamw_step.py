@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,14 @@ from optim_kernels.reference.adamw import AdamWScalars
 
 Group = dict[str, Any]
 State = dict[str, Any]
-# What plain torch updates: a group, the numbers of its parameters among all, and these parameters.
-TorchPart = tuple[Group, list[int], list[Tensor]]
+
+
+class TorchPart(NamedTuple):
+    """What plain torch updates: a group, its parameters, and their numbers among all."""
+
+    group: Group
+    indices: list[int]
+    params: list[Tensor]
 
 
 class AdamWStep:
@@ -144,7 +150,7 @@ class PreparedStep:
 
     Args:
         params, grads: of all groups, one after another.
-        places: the numbers of those parameters that the kernels update; plain torch updates the others with gradients.
+        indices: of those ``params`` that the kernels update; plain torch updates the others with gradients.
         options: returns those options of a group on which the prepared step depends.
 
     Attributes:
@@ -157,29 +163,29 @@ class PreparedStep:
         params: list[Tensor],
         grads: list[Tensor | None],
         states: Mapping[Tensor, State],
-        places: list[int],
+        indices: list[int],
         *,
         options: Callable[[Group], Any],
     ) -> None:
-        members = [number for number, group in enumerate(groups) for _ in group["params"]]
+        group_numbers = [number for number, group in enumerate(groups) for _ in group["params"]]
         self.kernels: AdamWStep | None = None
-        if places:
-            chosen = [params[place] for place in places]
+        if indices:
+            chosen = [params[index] for index in indices]
             self.kernels = AdamWStep(
                 groups,
                 chosen,
                 [states[param] for param in chosen],
-                [grads[place] for place in places],
-                members=[members[place] for place in places],
-                places=places,
+                [grads[index] for index in indices],
+                members=[group_numbers[index] for index in indices],
+                places=indices,
             )
-        with_kernels = set(places)
+        with_kernels = set(indices)
         by_group: dict[int, TorchPart] = {}
-        for place, grad in enumerate(grads):
-            if grad is not None and place not in with_kernels:
-                _, own_places, own = by_group.setdefault(members[place], (groups[members[place]], [], []))
-                own_places.append(place)
-                own.append(params[place])
+        for index, (number, grad) in enumerate(zip(group_numbers, grads)):
+            if grad is not None and index not in with_kernels:
+                part = by_group.setdefault(number, TorchPart(groups[number], [], []))
+                part.indices.append(index)
+                part.params.append(params[index])
         self.with_torch = list(by_group.values())
         followed = [p for p, grad in zip(params, grads) if grad is not None and "master" in states[p]]
         self.followed = [*filter(can_be_followed, followed)]
@@ -188,7 +194,7 @@ class PreparedStep:
         self._of_group, self._options = options, list(map(options, groups))
         self._params, self._keys, self._states = params, list(states), list(states.values())
         self._types = list(map(type, grads))
-        self._places = None if len(places) == len(grads) else places
+        self._kernel_indices = None if len(indices) == len(grads) else indices
 
     def is_for(
         self,
@@ -224,7 +230,7 @@ class PreparedStep:
 
     def has_dense_gradients(self) -> bool:
         """Whether plain torch's gradients are dense; among the kernels', a sparse one fails in ``look_at``."""
-        grads = (param.grad for _, _, own in self.with_torch for param in own)
+        grads = (param.grad for part in self.with_torch for param in part.params)
         return all(grad is not None and grad.layout is torch.strided for grad in grads)
 
     def look_at(self, grads: list[Tensor | None]) -> TensorList:
@@ -236,7 +242,7 @@ class PreparedStep:
         return self.kernels is None or self.kernels.fits(seen)
 
     def _of_kernels(self, tensors: list[Any]) -> list[Any]:
-        return tensors if self._places is None else [tensors[place] for place in self._places]
+        return tensors if self._kernel_indices is None else [tensors[index] for index in self._kernel_indices]
 
 
 def prepared_for(

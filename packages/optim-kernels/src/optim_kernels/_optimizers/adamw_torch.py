@@ -19,16 +19,16 @@ def step_with_torch(
     params: list[Tensor],
     grads: list[Tensor],
     states: list[dict[str, Any]],
-    places: list[int],
+    indices: list[int],
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     clip_factor: Tensor | None,
 ) -> None:
-    """Update the parameters of one group; ``places`` are their numbers among all, for random rounding."""
+    """Update the parameters of one group; ``indices`` are their numbers among all, for random rounding."""
     if _is_plain(group, params, grads, states):
         _torch_step(group, params, grads, states, grad_scale, found_inf, clip_factor)
     else:
-        _reference_step(group, params, grads, states, places, grad_scale, found_inf, clip_factor)
+        _reference_step(group, params, grads, states, indices, grad_scale, found_inf, clip_factor)
 
 
 def beyond_torch(
@@ -104,7 +104,7 @@ def _reference_step(
     params: list[Tensor],
     grads: list[Tensor],
     states: list[dict[str, Any]],
-    places: list[int],
+    indices: list[int],
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     clip_factor: Tensor | None,
@@ -128,5 +128,5 @@ def _reference_step(
         clip_factor=clip_factor,
         stochastic_rounding=group["stochastic_rounding"],
         seed=group["seed"],
-        indices=places,
+        indices=indices,
     )
