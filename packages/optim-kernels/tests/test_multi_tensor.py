@@ -19,8 +19,8 @@ from optim_kernels.multi_tensor import (
     UNIT,
     ChunkMap,
     ChunkSize,
+    KnownAddresses,
     KnownKinds,
-    KnownPlaces,
     TensorList,
     is_dense,
     sharing_memory,
@@ -112,22 +112,22 @@ def test_what_changes_at_the_same_address_is_seen(
 
 @pytest.mark.parametrize("with_guards", [True, False], ids=["guards", "plain"])
 @pytest.mark.parametrize("change", [*CHANGES.values(), Tensor.clone], ids=[*CHANGES, "address"])
-def test_places_are_of_one_address_dtype_shape_and_layout(
+def test_known_addresses_are_of_one_address_dtype_shape_and_layout(
     change: Callable[[Tensor], Tensor], with_guards: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not with_guards:
         monkeypatch.setattr(multi_tensor, "TensorGuards", None)
     tensors = [torch.randn(4, 3), torch.randn(7)]
-    places = KnownPlaces(tensors)
+    known = KnownAddresses(tensors)
     whole = tensors[0].data
     for _ in range(3):
         for _ in range(3):
-            assert places.are_those_of(tensors)
+            assert known.are_those_of(tensors)
         tensors[0].data = change(whole)
-        assert not places.are_those_of(tensors)
-        assert not places.are_those_of(tensors)
+        assert not known.are_those_of(tensors)
+        assert not known.are_those_of(tensors)
         tensors[0].data = whole
-    assert not places.are_those_of(tensors[:1])
+    assert not known.are_those_of(tensors[:1])
 
 
 def test_lists_that_a_kernel_reads_otherwise_are_of_other_kinds() -> None:

@@ -260,7 +260,7 @@ class KnownKinds:
         return last
 
 
-class KnownPlaces:
+class KnownAddresses:
     """Addresses and kinds of tensors, to tell whether tables on the device still describe them.
 
     A tensor that stays the same object may move: ``tensor.data = tensor.data.to(device)``, ``share_memory_()``, a

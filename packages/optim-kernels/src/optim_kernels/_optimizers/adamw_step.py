@@ -16,7 +16,7 @@ from optim_kernels._optimizers.private_state import KnownStates
 from optim_kernels._options import check_adamw_scalars
 from optim_kernels.functional._lists import check_numbers
 from optim_kernels.functional.adamw_plan import AdamWPlan
-from optim_kernels.multi_tensor import KnownKinds, KnownPlaces, TensorList
+from optim_kernels.multi_tensor import KnownAddresses, KnownKinds, TensorList
 from optim_kernels.reference.adamw import AdamWScalars
 
 Group = dict[str, Any]
@@ -61,7 +61,7 @@ class AdamWStep:
         self._has_dtensors = any(map(is_dtensor, params))
         self._kinds = KnownKinds()
         self._grad_dtypes = [grad.dtype for grad in grads if grad is not None]
-        self._places = KnownPlaces(self._here(params))
+        self._addresses = KnownAddresses(self._here(params))
         own_groups = [groups[number] for number in members]
         self.plan.prepare(
             [local(param).detach() for param in params],
@@ -83,7 +83,7 @@ class AdamWStep:
 
     def is_for(self, params: list[Tensor]) -> bool:
         """Whether these parameters have the addresses and kinds that the plan has."""
-        return self._places.are_those_of(self._here(params))
+        return self._addresses.are_those_of(self._here(params))
 
     def look_at(self, grads: list[Tensor]) -> TensorList:
         """This step's gradients, as both the norm and the update take them."""
@@ -203,7 +203,7 @@ class PreparedStep:
         grads: list[Tensor | None],
         states: Mapping[Tensor, State] | None,
     ) -> bool:
-        """Whether the same parameters of the same groups have gradients, at their old places and with their old states.
+        """Whether the same parameters of these groups have gradients, at the same addresses, and the same states.
 
         The user may replace groups, their options, parameters and states between steps, as with torch's optimizers.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from optim_kernels._optimizers.muon_entries import MuonEntry
 from optim_kernels._optimizers.muon_groups import DEFAULTS
 from optim_kernels._optimizers.private_state import KnownStates
-from optim_kernels.multi_tensor import KnownKinds, KnownPlaces
+from optim_kernels.multi_tensor import KnownAddresses, KnownKinds
 
 if TYPE_CHECKING:
     from optim_kernels.functional.muon_plan import MuonPlan
@@ -109,7 +109,7 @@ class _Updated:
 
     def __init__(self, entries: Sequence[MuonEntry]) -> None:
         self._params, grads = [entry.param for entry in entries], [entry.grad for entry in entries]
-        self._places = KnownPlaces(self._params)
+        self._addresses = KnownAddresses(self._params)
         self._types = list(map(type, grads))
         self._known = KnownKinds(with_shapes=True)
         self._kinds = self._known.of(grads)
@@ -120,7 +120,7 @@ class _Updated:
         # types first: there may be no gradient, and wrappers may refuse to say how they are laid out
         if list(map(type, given)) != self._types or self._known.of(given) != self._kinds:
             return None
-        return given if self._places.are_those_of(self._params) else None
+        return given if self._addresses.are_those_of(self._params) else None
 
 
 def _options_of(group: Mapping[str, Any]) -> tuple[Any, ...]:

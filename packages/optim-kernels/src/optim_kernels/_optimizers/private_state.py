@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from optim_kernels._dtensors import is_dtensor, local
 from optim_kernels._optimizers.base import StatefulOptimizer
 from optim_kernels.functional._adamw_tensor import with_memory
-from optim_kernels.multi_tensor import KnownPlaces
+from optim_kernels.multi_tensor import KnownAddresses
 
 _to_local = methodcaller("to_local")
 
@@ -46,7 +46,7 @@ class KnownStates:
         self._spread = [value for value in self._held if is_dtensor(value)]
         self._here = list(map(local, self._spread))
         self._stored = list(chain.from_iterable(map(with_memory, map(local, self._held))))
-        self._places = KnownPlaces(self._stored)
+        self._addresses = KnownAddresses(self._stored)
 
     def are_unchanged(self) -> bool:
         """Whether the states hold the same tensors as before, with the same addresses and kinds."""
@@ -55,7 +55,7 @@ class KnownStates:
             len(held) == len(self._held)
             and all(map(is_, held, self._held))
             and all(map(is_, map(_to_local, self._spread), self._here))
-            and self._places.are_those_of(self._stored)
+            and self._addresses.are_those_of(self._stored)
         )
 
 

@@ -21,7 +21,7 @@ from optim_kernels.functional._adamw_tensor import (
     check_shared_steps,
     with_memory,
 )
-from optim_kernels.multi_tensor import KnownKinds, KnownPlaces, TensorList
+from optim_kernels.multi_tensor import KnownAddresses, KnownKinds, TensorList
 from optim_kernels.reference.adamw import AdamWScalars
 
 
@@ -39,7 +39,7 @@ class AdamWPlan:
         self._grads: tuple[list[int], list[Any], list[tuple[Any, ...]]] = [], [], []
         # all tensors with memory among those arguments
         self._stored: list[Tensor] = []
-        self._places = KnownPlaces([])
+        self._addresses = KnownAddresses([])
         self.known_grads = KnownKinds()
         # addresses and kinds of the gradients that the launches know
         self._known: tuple[list[int], list[Any]] | None = None
@@ -99,7 +99,7 @@ class AdamWPlan:
             seed if isinstance(seed, Sequence) else [seed] * count,
         ]
         same = numbers == self._numbers and _are_same(tensors, self._tensors)
-        if same and self._places.are_those_of(self._stored) and self._fit(grads):
+        if same and self._addresses.are_those_of(self._stored) and self._fit(grads):
             return
         rows = zip(*tensors, *numbers, strict=True)
         planned = [PlannedTensor(i, *row) for i, row in enumerate(rows)]
@@ -116,7 +116,7 @@ class AdamWPlan:
         stored = [part for each in tensors for tensor in each for part in with_memory(tensor)]
         # parameters may share one step count
         self._stored = list({id(part): part for part in stored}.values())
-        self._places = KnownPlaces(self._stored)
+        self._addresses = KnownAddresses(self._stored)
         self.num_tensors = count
         self._grads = grads.addresses, grads.kinds, _layouts(grads)
 
