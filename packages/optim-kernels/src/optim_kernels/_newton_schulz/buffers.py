@@ -28,8 +28,8 @@ class Buffers:
 
     Attributes:
         size: elements of the allocation.
-        first_place: where in it the first X begins, in bytes; −1 if that is the caller's.
-        extra_place: where in it the extra numbers begin, in bytes.
+        first_offset: where in it the first X begins, in bytes; −1 if that is the caller's.
+        extra_offset: where in it the extra numbers begin, in bytes.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class Buffers:
     ) -> None:
         count, m, n = shape
         self.reads_x, self.writes_result = reads_x, writes_result
-        self._places = (0, 1, 2 if reads_x else 0)
-        self._last = self._places[jobs[-1].d if jobs else 0]
-        used = {0} | {self._places[job.d] for job in jobs if job.kind is Kind.RECTANGLE}
+        self._buffer_of = (0, 1, 2 if reads_x else 0)
+        self._last = self._buffer_of[jobs[-1].d if jobs else 0]
+        used = {0} | {self._buffer_of[job.d] for job in jobs if job.kind is Kind.RECTANGLE}
         given = ({0} if reads_x else set()) | ({self._last} if writes_result else set())
         self._own = sorted(used - given)
         self._num_squares = num_squares(jobs) if jobs else 0
@@ -58,29 +58,29 @@ class Buffers:
             ((count, m, width), (m * stride, stride, 1), start)
             for width, stride, start in zip(widths, padded, starts, strict=True)
         ]
-        self.first_place = dtype.itemsize * starts[self._index(0)] if 0 in self._own else -1
-        self.extra_place = dtype.itemsize * end
+        self.first_offset = dtype.itemsize * starts[self._index(0)] if 0 in self._own else -1
+        self.extra_offset = dtype.itemsize * end
         self.size = end + 8 * num_extra // dtype.itemsize
 
     def of(self, room: Tensor, x: Tensor | None = None, result: Tensor | None = None) -> tuple[list[Tensor], Xs]:
         """The square buffers and those of X: in the allocation ``room``, the caller's ``x``, and the ``result``."""
         views = [room.as_strided(*view) for view in self._views]
-        places: dict[int, Tensor] = dict(zip(self._own, views[self._num_squares :]))
+        xs: dict[int, Tensor] = dict(zip(self._own, views[self._num_squares :]))
         if self.reads_x and x is not None:
-            places[0] = x
+            xs[0] = x
         if self.writes_result and result is not None:
-            places[self._last] = result
+            xs[self._last] = result
         # without steps buffer 1 is not used
-        first, second, third = (places.get(place, places[0]) for place in self._places)
+        first, second, third = (xs.get(number, xs[0]) for number in self._buffer_of)
         return views[: self._num_squares], (first, second, third)
 
     def extra(self, room: Tensor) -> Tensor:
         """The extra numbers in ``room``."""
-        return room[self.extra_place // room.element_size() :].view(torch.float64)
+        return room[self.extra_offset // room.element_size() :].view(torch.float64)
 
     def last_x(self, room: Tensor) -> Tensor:
         """Where X ends, if that is in ``room``."""
         return room.as_strided(*self._views[self._index(self._last)])
 
-    def _index(self, place: int) -> int:
-        return self._num_squares + self._own.index(place)
+    def _index(self, number: int) -> int:
+        return self._num_squares + self._own.index(number)

@@ -119,21 +119,21 @@ class Plan:
     def _replay(self, g: Tensor, result: Tensor) -> None:
         buffers = self._movable
         room = torch.empty(buffers.size, dtype=self._compute_dtype, device=self._device)
-        place = room.data_ptr()
+        address = room.data_ptr()
         with ONE_AT_A_TIME:
-            graph = self._graphs.get(place)
+            graph = self._graphs.get(address)
             if graph is None or self._movable_start is None:
                 squares, xs = buffers.of(room)
                 start = self._movable_start = Start(g, xs[0], self._config, is_scaled=self._is_scaled)
                 scales = start(g, xs[0], room=buffers.extra(room))
                 self._multiply(squares, xs, scales)
-                self._graphs[place] = self._recorded(squares, xs, scales) if place in self._graphs else None
+                self._graphs[address] = self._recorded(squares, xs, scales) if address in self._graphs else None
                 if len(self._graphs) > NUM_GRAPHS:
                     self._graphs.popitem(last=False)
             else:
-                self._movable_start.again(g.data_ptr(), place + buffers.first_place, place + buffers.extra_place)
+                self._movable_start.again(g.data_ptr(), address + buffers.first_offset, address + buffers.extra_offset)
                 graph.replay()
-            self._graphs.move_to_end(place)
+            self._graphs.move_to_end(address)
         result.copy_(buffers.last_x(room))
 
     def _multiply(

@@ -198,7 +198,7 @@ def _family_key(matrix: Matrix, ns: NSConfig) -> tuple[int, bool, int]:
     return m, ns.method_for(m, n) == "gram", n
 
 
-class XPlace(NamedTuple):
+class XBuffers(NamedTuple):
     """Where the iteration keeps a matrix: its first and last X, ``[m, n]`` or ``[panels, m, PANEL]``."""
 
     x: Tensor
@@ -228,17 +228,17 @@ class MuonTables:
         strips: list[tuple[int, int, int]] = []
         num_lines, num_parts = 0, 0
         batches = sorted(chain(*families, *(each.batches for each in chains)), key=lambda batch: batch.first)
-        places = [place for batch in batches for place in _places(batch, ns)]
-        for number, (matrix, place) in enumerate(zip(matrices, places, strict=True)):
-            parts, n = _parts_of_a_line(matrix, place), matrix.shape[1]
-            row = _row(tensors[matrix.parameter], matrix, place)
+        all_buffers = [buffers for batch in batches for buffers in _x_buffers(batch, ns)]
+        for number, (matrix, buffers) in enumerate(zip(matrices, all_buffers, strict=True)):
+            parts, n = _parts_of_a_line(matrix, buffers), matrix.shape[1]
+            row = _row(tensors[matrix.parameter], matrix, buffers)
             row[fields.FIRST_TILE] = len(tile_map)
             row[fields.FIRST_LINE] = num_lines
             row[fields.FIRST_PART] = num_parts
             row[fields.NUM_PARTS] = parts
             rows.append(row)
             tile_map += [(number, i * TILE, j * TILE) for i, j in product(*map(range, matrix.tiles))]
-            strips += _strips(number, matrix, place)
+            strips += _strips(number, matrix, buffers)
             num_lines += n
             num_parts += n * parts
         device = tensors[0].param.device
@@ -267,9 +267,9 @@ class MuonTables:
         self.factors = room(num_lines, dtype=torch.float32)
 
 
-def _row(t: MuonTensors, matrix: Matrix, place: XPlace) -> list[int]:
+def _row(t: MuonTensors, matrix: Matrix, buffers: XBuffers) -> list[int]:
     """A matrix's row of the table, except where its tiles, lines and parts begin among those of all matrices."""
-    x, n = place.x, matrix.shape[1]
+    x, n = buffers.x, matrix.shape[1]
     outer_tiles, inner_tiles = matrix.tiles
     row = [0] * fields.NUM_FIELDS.value
     for column, value in (
@@ -278,12 +278,12 @@ def _row(t: MuonTensors, matrix: Matrix, place: XPlace) -> list[int]:
         (fields.V, address_of(t.second_moment, matrix.moment_offset)),
         (fields.MASTER, address_of(t.master, matrix.offset)),
         (fields.X, x.data_ptr()),
-        (fields.O, place.o.data_ptr()),
+        (fields.O, buffers.o.data_ptr()),
         (fields.STEP, address_of(t.step, 0)),
         (fields.STRIDE, matrix.stride),
         (fields.X_STRIDE, x.stride(-2)),
         (fields.X_PANEL, x.stride(0) if x.ndim == 3 else PANEL),
-        (fields.X_COLUMNS, place.num_columns(n)),
+        (fields.X_COLUMNS, buffers.num_columns(n)),
         (fields.OUTER, matrix.outer),
         (fields.INNER, matrix.inner),
         (fields.OUTER_TILES, outer_tiles),
@@ -298,24 +298,24 @@ def _row(t: MuonTensors, matrix: Matrix, place: XPlace) -> list[int]:
     return row
 
 
-def _parts_of_a_line(matrix: Matrix, place: XPlace) -> int:
+def _parts_of_a_line(matrix: Matrix, buffers: XBuffers) -> int:
     """Into how many tiles of the last product a line falls; each tile leaves a sum."""
     m, n = matrix.shape
-    return cdiv(m, place.last_tile.rows) if matrix.lines_are_columns else cdiv(n, place.last_tile.columns)
+    return cdiv(m, buffers.last_tile.rows) if matrix.lines_are_columns else cdiv(n, buffers.last_tile.columns)
 
 
-def _strips(number: int, matrix: Matrix, place: XPlace) -> list[tuple[int, int, int]]:
+def _strips(number: int, matrix: Matrix, buffers: XBuffers) -> list[tuple[int, int, int]]:
     """(−length of the rows, number of the matrix, first row) of each strip of rows."""
     num_rows, num_columns = matrix.rows_and_columns
     n = matrix.shape[1]
     # where the rows are X's columns, strips cover the zeros beyond them too
-    last_row = place.num_columns(n) if num_rows == n else num_rows
+    last_row = buffers.num_columns(n) if num_rows == n else num_rows
     return [(-num_columns, number, row) for row in range(0, last_row, STRIP)]
 
 
-def _places(batch: Batch, ns: NSConfig) -> list[XPlace]:
-    """The place of each matrix of a batch."""
+def _x_buffers(batch: Batch, ns: NSConfig) -> list[XBuffers]:
+    """The buffers of each matrix of a batch."""
     last = batch.other if num_rectangular(batch.shape, ns, in_chain=batch.in_panels) % 2 else batch.x
     count = batch.shape[0]
     pairs = (x.unflatten(0, (count, -1)) for x in (batch.x, last)) if batch.in_panels else (batch.x, last)
-    return [XPlace(x, o, batch.last_tile) for x, o in zip(*pairs, strict=True)]
+    return [XBuffers(x, o, batch.last_tile) for x, o in zip(*pairs, strict=True)]
