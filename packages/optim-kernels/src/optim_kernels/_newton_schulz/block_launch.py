@@ -51,7 +51,7 @@ class BlockLaunch(Launch):
         A kernel that does without one of its matrices is given ``None``.
         """
         if self._run is not None:
-            self.again((*map(_moved, self._known, matrices), *others))
+            self.again((*map(_descriptor_like, self._known, matrices), *others))
             return
         pairs = zip(matrices, self._blocks, strict=True)
         known = [None if x is None else self._describe(x, *block) for x, block in pairs]
@@ -59,13 +59,13 @@ class BlockLaunch(Launch):
         self._first(device, (*known, *others))
         if not INTERPRETED.value:
             # of the first matrices only their shapes are kept
-            self._known = [None if each is None else _moved(each, None) for each in known]
+            self._known = [None if each is None else _descriptor_like(each, None) for each in known]
 
 
-def _moved(known: Any, x: Tensor | None) -> Any:
+def _descriptor_like(known: Any, x: Tensor | None) -> Any:
     """The descriptor of ``x``, which differs from the matrix that ``known`` describes in its address alone."""
     if known is None:
         return None
-    moved = object.__new__(type(known))
-    moved.__dict__.update(known.__dict__, base=x)
-    return moved
+    described = object.__new__(type(known))
+    described.__dict__.update(known.__dict__, base=x)
+    return described

@@ -74,7 +74,7 @@ def symmetric_product(
     same = a is b
     q, omega = (None, 0.0) if shifted is None else shifted
     factors = _factors(alpha, beta, out)
-    key = (same, *map(_layout, (a, b, c, out, q)), *map(_place, (scale, *factors)))
+    key = (same, *map(_layout, (a, b, c, out, q)), *map(_alignment, (scale, *factors)))
     tile, launch, counts = _symmetric_launch(key, a.dtype, tile, a.device, early, exact)
     if tile.on_hopper:
         _check_numbers(tile, factors)
@@ -168,7 +168,7 @@ def general_product(
     if out.numel() == 0:
         return out
     factors = _factors(alpha, beta, out)
-    key = (*map(_layout, (a, b, c, out)), *map(_place, (scale, *factors)))
+    key = (*map(_layout, (a, b, c, out)), *map(_alignment, (scale, *factors)))
     tile, launch, counts = _general_launch(key, a.dtype, tile, a.device, exact)
     if tile.on_hopper:
         _check_numbers(tile, factors)
@@ -240,7 +240,7 @@ def _layout(x: Tensor | None) -> tuple[Any, ...] | None:
     return None if x is None else (x.shape, x.stride(), x.dtype)
 
 
-def _place(x: Tensor | float | None) -> int | None:
+def _alignment(x: Tensor | float | None) -> int | None:
     """What the compiler may know of the address of a scalar that is passed by its address."""
     return x.data_ptr() % ALIGNMENT if isinstance(x, Tensor) else None
 
@@ -341,8 +341,8 @@ def multiply(
 def _is_same(a: Tensor, b: Tensor) -> bool:
     if a is b:
         return True
-    places = ((x.data_ptr(), x.shape, x.stride(), x.is_neg()) for x in (a, b))
-    return next(places) == next(places)
+    one, other = ((x.data_ptr(), x.shape, x.stride(), x.is_neg()) for x in (a, b))
+    return one == other
 
 
 class TritonProducts:
