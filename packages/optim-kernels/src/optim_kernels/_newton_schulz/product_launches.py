@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,17 @@ from optim_kernels._triton import FUSED, can_overlap
 PANEL = 8
 # Kept launches of each product.
 NUM_LAUNCHES = 1024
+
+
+class LoneFlags(NamedTuple):
+    """Which product a launch of `_hopper.lone_kernel` computes: the kernel's first compile-time arguments."""
+
+    symmetric: bool = False
+    same: bool = False
+    has_c: bool = False
+    has_q: bool = False
+    has_scale: bool = False
+    banded: bool = False
 
 
 def symmetric_product(
@@ -115,8 +126,15 @@ def _symmetric_launch(
         raise ValueError(f"{tile} needs a multiple of 4 diagonal tiles, got m = {m}; leave the tile to the shape")
     if tile.lone:
         tiles = symmetric_programs(m, tile)
-        of_lone = (True, same, c is not None, q is not None, scale is not None, tile.quartered or tile.joined)
-        launch = _lone_launch(tile, batch * tiles, of_lone, device, early)
+        lone_flags = LoneFlags(
+            symmetric=True,
+            same=same,
+            has_c=c is not None,
+            has_q=q is not None,
+            has_scale=scale is not None,
+            banded=tile.quartered or tile.joined,
+        )
+        launch = _lone_launch(tile, batch * tiles, lone_flags, device, early)
         return tile, launch, (tiles, cdiv(m, tile.side), 0)
     if tile.on_hopper:
         return tile, None, ()
@@ -194,7 +212,7 @@ def _general_launch(
     tile = given or choose_tile(dtype, device, lambda sms, hopper: general_tile(m, n, k, batch, sms, hopper), exact)
     rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
     if tile.lone:
-        flags = (False, False, c is not None, False, scale is not None, False)
+        flags = LoneFlags(has_c=c is not None, has_scale=scale is not None)
         return tile, _lone_launch(tile, batch * rows * columns, flags, device), (rows * columns, rows, columns)
     if tile.on_hopper:
         return tile, None, ()
@@ -213,9 +231,7 @@ def _general_launch(
     return tile, launch, (rows * columns, rows, columns)
 
 
-def _lone_launch(
-    tile: Tile, programs: int, flags: tuple[bool, ...], device: torch.device, early: bool = False
-) -> BlockLaunch:
+def _lone_launch(tile: Tile, programs: int, flags: LoneFlags, device: torch.device, early: bool = False) -> BlockLaunch:
     """A launch of programs that have a multiprocessor each."""
     from optim_kernels._hopper.lone_kernel import lone_launch
 
@@ -232,7 +248,7 @@ def may_overlap(tile: Tile, programs: int, device: torch.device) -> bool:
     if not can_overlap(device):
         return False
     num_sms = num_multiprocessors(device.index)
-    return programs <= num_sms and (tile.is_alone or 3 * programs <= 2 * num_sms)
+    return programs <= num_sms and (tile.fills_multiprocessor or 3 * programs <= 2 * num_sms)
 
 
 def _layout(x: Tensor | None) -> tuple[Any, ...] | None:

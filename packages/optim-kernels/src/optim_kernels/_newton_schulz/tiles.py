@@ -49,7 +49,7 @@ class Tile(NamedTuple):
         return self.ping_pong or self.cooperative or self.lone
 
     @property
-    def is_alone(self) -> bool:
+    def fills_multiprocessor(self) -> bool:
         """Whether the pipeline's stages, of 16-bit operands, leave no room for another program beside this one."""
         return 2 * self.num_stages * (self.rows + self.columns) * self.depth > SHARED_BYTES // 2
 
