@@ -77,7 +77,7 @@ def use_triton(impl: Impl, tensor: Tensor, name: str) -> bool:
     return reason is None
 
 
-def is_plain(*tensors: Tensor | None) -> bool:
+def can_compute_directly(*tensors: Tensor | None) -> bool:
     """Whether a function of ``tensors`` may compute directly: nothing is traced and no gradient is wanted.
 
     Otherwise the call goes through the function's registered operator, which costs tens of microseconds.

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import is_dtensor
-from optim_kernels._impl import Impl, check_impl, is_plain, is_transformed, use_triton
+from optim_kernels._impl import Impl, can_compute_directly, check_impl, is_transformed, use_triton
 from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
 from optim_kernels._newton_schulz.config import (
     COMPUTE_DTYPES,
@@ -161,7 +161,7 @@ _values: Callable[[NSConfig], Values] = attrgetter(*(field.name for field in fie
 
 
 def _one(x: Tensor, values: Values, impl: Impl) -> Tensor:
-    is_at_once = x.layout is torch.strided and is_plain(x)
+    is_at_once = x.layout is torch.strided and can_compute_directly(x)
     if is_transformed(x):
         _check(x)
         transformed: Tensor = _Transformed.apply(x, config_of(*values), impl)

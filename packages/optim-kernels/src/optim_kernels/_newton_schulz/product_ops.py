@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from optim_kernels._impl import is_plain, use_triton
+from optim_kernels._impl import can_compute_directly, use_triton
 from optim_kernels._newton_schulz.iterations import TorchProducts, without_autocast
 
 Number = float | Tensor
@@ -108,7 +108,7 @@ def _multiplied(a: Tensor, b: Tensor, c: Tensor | None, alpha: Number, beta: Num
     if isinstance(alpha, Tensor) or isinstance(beta, Tensor):
         alpha, beta = _checked_factor("alpha", alpha, a), _checked_factor("beta", beta, a)
     alpha_tensor, beta_tensor = (x if isinstance(x, Tensor) else None for x in (alpha, beta))
-    if is_plain(a, b, c, alpha_tensor, beta_tensor):
+    if can_compute_directly(a, b, c, alpha_tensor, beta_tensor):
         return _multiply(a, b, c, alpha, beta, symmetric)
     numbers = (0.0 if isinstance(x, Tensor) else float(x) for x in (alpha, beta))
     result: Tensor = _product(a, b, c, alpha_tensor, beta_tensor, *numbers, symmetric)

@@ -25,7 +25,7 @@ def step_with_torch(
     clip_factor: Tensor | None,
 ) -> None:
     """Update the parameters of one group; ``indices`` are their numbers among all, for random rounding."""
-    if _is_plain(group, params, grads, states):
+    if _fits_torch(group, params, grads, states):
         _torch_step(group, params, grads, states, grad_scale, found_inf, clip_factor)
     else:
         _reference_step(group, params, grads, states, indices, grad_scale, found_inf, clip_factor)
@@ -38,10 +38,10 @@ def beyond_torch(
     if not group["differentiable"] and not any(param.is_complex() for param in params):
         return None
     each = zip(params, grads, states)
-    return next((param for param, grad, state in each if not _is_plain(group, [param], [grad], [state])), None)
+    return next((param for param, grad, state in each if not _fits_torch(group, [param], [grad], [state])), None)
 
 
-def _is_plain(group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> bool:
+def _fits_torch(group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> bool:
     """Whether torch's code can work on these: gradient and moments in the parameter's dtype, and no master."""
     return not group["stochastic_rounding"] and not any(
         {"master", "master_low"} & state.keys()
