@@ -69,7 +69,7 @@ class AdamWLaunch:
         self._grads_view = self._scalars_view = self._changing.words
         # clip factor, gradient scale, found_inf
         self._factors: tuple[Tensor, ...] = ()
-        self._is_alone = False
+        self._is_of_one = False
         # the kernel's integer arguments, which stay as long as the gradients do
         self._numbers: tuple[int, ...] = ()
         self._chunks: ChunkMap
@@ -91,8 +91,8 @@ class AdamWLaunch:
         if aligned != self._aligned:
             self._cut(aligned)
         self._numbers = (self._chunks.num_chunks, self._chunks.num_full)
-        if self._is_alone:
-            self._numbers += self._place_of_one(addresses[0])
+        if self._is_of_one:
+            self._numbers += self._arguments_of_one(addresses[0])
         else:
             rows = array("q", bytes(16 * len(addresses)))
             rows[0::2] = array("q", addresses)
@@ -142,8 +142,8 @@ class AdamWLaunch:
             slot_chunks[member.step.data_ptr()] += count
         self._rows = [self._record(member, slot_chunks) for member in self._members]
         # a lone tensor in chunks of one size needs no map
-        self._is_alone = len(self._members) == 1 and tuned.chunk > 0
-        if not self._is_alone:
+        self._is_of_one = len(self._members) == 1 and tuned.chunk > 0
+        if not self._is_of_one:
             self._records.update(array("q", chain.from_iterable(self._rows)).tobytes())
         self._launch = self._bound_kernel(tuned)
         self._aligned, self.filled_in_capture = aligned, is_capturing(self._device)
@@ -165,7 +165,7 @@ class AdamWLaunch:
             num_slices=kind.num_slices,
         )
         return Launch.overlapping(
-            kernels.adamw_kernel_of_one if self._is_alone else kernels.adamw_kernel,
+            kernels.adamw_kernel_of_one if self._is_of_one else kernels.adamw_kernel,
             self._chunks.num_chunks,
             (tuned.chunk, tuned.tile, tuned.tail_tile, stored),
             self._device,
@@ -231,12 +231,12 @@ class AdamWLaunch:
             keep_for_graphs(chunks.words, self._counters, self._memos, self._one, self._zero)
             keep_for_graphs(*self._scalar_tensors, *self.copies)
         changing = (self._scalars_view, self._counters, self._memos, *self._factors)
-        if self._is_alone:
+        if self._is_of_one:
             self._launch(changing, self._numbers)
         else:
             self._launch((chunks.words, self._records.words, self._grads_view, *changing), self._numbers)
 
-    def _place_of_one(self, grad: int) -> tuple[int, ...]:
+    def _arguments_of_one(self, grad: int) -> tuple[int, ...]:
         """The kernel's arguments for a lone tensor, with its gradient at address ``grad``."""
         record = self._rows[0]
         return (

@@ -39,7 +39,7 @@ class Signature(NamedTuple):
 class PlannedTensor:
     """One parameter with its state, as the kernel sees it."""
 
-    place: int
+    place: int  # in the lists that the plan was given
     param: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
@@ -48,7 +48,7 @@ class PlannedTensor:
     step: Tensor
     present: Tensor | None
     group: int
-    index: int
+    index: int  # with the seed, the key of its random bits
     start: int
     stochastic_rounding: bool
     seed: int
