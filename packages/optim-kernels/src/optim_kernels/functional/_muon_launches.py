@@ -44,13 +44,13 @@ class StepOptions:
     Args:
         state_is_aligned: whether parameters, momentum and masters keep the promise of ALIGNED (`_kernels.muon_tiles`).
         tiles: what tiles are chosen by.
-        spare: multiprocessors that long launches leave free for other kernels.
+        spare_multiprocessors: how many long launches leave free for other kernels.
     """
 
     rule: MuonRule
     ns: NSConfig
     tiles: Tiles
-    spare: int
+    spare_multiprocessors: int
     variance: bool
     stochastic_rounding: bool
     state_is_aligned: bool
@@ -98,7 +98,7 @@ class StepOptions:
         }
 
 
-class Launches:
+class StepLaunches:
     """Everything a step launches, on the tables of a plan.
 
     Attributes:
@@ -122,7 +122,8 @@ class Launches:
         how: dict[str, Any] = {"leave_last": leave_last, "tiles": options.tiles}
         self._products = [StepProducts(family, ns, tables, **how) for family in families]
         ending = Ending.SQUARES if options.has_factors else Ending.UPDATE if leave_last else Ending.STORE
-        common: dict[str, Any] = {"ending": ending, "of_update": options.of_update, "spare": options.spare}
+        common: dict[str, Any] = {"ending": ending, "of_update": options.of_update}
+        common["spare"] = options.spare_multiprocessors
         self._chains = [StepChain(chain, number, ns, tables, **common) for number, chain in enumerate(chains)]
 
     def take_inputs(self) -> None:
@@ -136,7 +137,7 @@ class Launches:
         for chain in self._chains:
             chain.keep_for_graph()
 
-    def launch(self, *, may_branch: bool = False) -> None:
+    def run(self, *, may_branch: bool = False) -> None:
         """Launch the whole step; with ``may_branch``, for recording a graph, small families go on parallel branches."""
         if self._options.rule.row_equilibrate:
             self._equilibrated_momentum()

@@ -30,7 +30,7 @@ from optim_kernels.functional._adamw_tensor import check_apart
 from optim_kernels.functional._lists import check_shapes
 from optim_kernels.functional._muon_explain import tile_words
 from optim_kernels.functional._muon_inputs import StepInputs
-from optim_kernels.functional._muon_launches import Launches, StepOptions
+from optim_kernels.functional._muon_launches import StepLaunches, StepOptions
 from optim_kernels.functional._muon_matrices import (
     Matrix,
     MuonTensors,
@@ -107,7 +107,7 @@ class MuonPlan:
             stochastic_rounding=stochastic_rounding,
             state_is_aligned=_state_is_aligned(tensors, self._matrices),
             tiles=tiles,
-            spare=spare,
+            spare_multiprocessors=spare,
         )
         families, chains = families_of(
             self._matrices,
@@ -122,7 +122,7 @@ class MuonPlan:
         self._tile_words = tile_words(families, chains, tiles)
         self._tables = MuonTables(tensors, self._matrices, families, chains, ns)
         self._inputs = StepInputs(len(self._matrices), num_groups, self._device)
-        self._launches = Launches(self._tables, families, chains, self._inputs, options)
+        self._launches = StepLaunches(self._tables, families, chains, self._inputs, options)
         self._grad_addresses: list[int] = []
         self._copies: list[Tensor] = []
         # whether a graph of the caller's holds launches
@@ -153,7 +153,7 @@ class MuonPlan:
         # tell autograd, which then refuses to differentiate through the overwritten values
         torch.autograd.graph.increment_version(self._params)
         if capturing or self._device.type != "cuda" or not self._has_run:
-            self._launches.launch()
+            self._launches.run()
             self._has_run = True
             return
         if self._graph is None:
@@ -163,7 +163,7 @@ class MuonPlan:
             # the outer context restores the stream, which torch does not do where it cannot begin or end a recording
             with ONE_AT_A_TIME, torch.cuda.stream(stream), recording:
                 # no branches in a shared pool: memory taken on a branch's stream is not reused on other graphs' streams
-                self._launches.launch(may_branch=self._workspace is None)
+                self._launches.run(may_branch=self._workspace is None)
             # not before: a graph whose recording failed cannot be replayed
             self._graph = graph
             if self._workspace is not None:
@@ -248,7 +248,7 @@ def workspace_of(
         # a plan is aligned only if all its parameters are
         state_is_aligned=all(alignment_of(t)[0] for t in tensors),
         tiles="auto",
-        spare=0,
+        spare_multiprocessors=0,
     )
     stores_last = not options.updates_in_last_product
 
