@@ -106,8 +106,8 @@ class MuonGroups(PrivateState, Optimizer):
             self._writes.follow(followed, followed, [self._own_state[p]["master"] for p in followed])
         if not self._planner.repeat(groups, self._state_to_check(), **scaling):
             names = self._parameter_names()
-            numbers = dict(zip(names, count()))
-            entries = [(group, entries_of(group, self._own_state, names, numbers)) for group in groups]
+            indices = dict(zip(names, count()))
+            entries = [(group, entries_of(group, self._own_state, names, indices)) for group in groups]
             self._planner.step(entries, state=self._own_state, **scaling)
             self._log_fallbacks(self._planner.fallbacks)
         if any(group["master_weights"] == "fp32" for group in groups):

@@ -101,12 +101,12 @@ def entries_of(
     group: Mapping[str, Any],
     state: Mapping[Tensor, dict[str, Any]],
     names: Mapping[Tensor, str],
-    numbers: Mapping[Tensor, int],
+    indices: Mapping[Tensor, int],
 ) -> list[MuonEntry]:
     """The entries of the group's parameters that are updated in this step; state that they lack is created.
 
     The user may replace options, parameters and states between steps, so they are read and checked anew. ``names`` and
-    ``numbers`` hold the names and numbers of the parameters of all groups.
+    ``indices`` hold the parameters of all groups; see `MuonEntry` for the latter.
     """
     check_choices(group)
     entries = []
@@ -123,10 +123,10 @@ def entries_of(
         if group["beta2"] is not None:
             _check_second_moment(state[p]["second_momentum_buffer"], view, names[p])
         if type(p) in PLAIN_TYPES:
-            entries.append(MuonEntry(p, grad, state[p], view, numbers[p]))
+            entries.append(MuonEntry(p, grad, state[p], view, indices[p]))
         else:
             values = {key: _whole(value, f"{key} of {names[p]}") for key, value in state[p].items()}
-            entries.append(MuonEntry(_whole(p, names[p]), _whole(grad, names[p]), values, view, numbers[p]))
+            entries.append(MuonEntry(_whole(p, names[p]), _whole(grad, names[p]), values, view, indices[p]))
     return entries
 
 

@@ -110,12 +110,12 @@ def variant_options(name: str) -> dict[str, Any]:
     return dict(VARIANTS[name])
 
 
-def given_options(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Those arguments of a constructor, among its ``defaults``, that differ from its ``own`` defaults."""
+def given_options(arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Those ``arguments`` of a constructor that differ from its ``defaults``."""
     return {
-        key: defaults[key]
-        for key, value in own.items()
-        if key in defaults and (isinstance(defaults[key], Tensor) or defaults[key] != value)
+        key: arguments[key]
+        for key, value in defaults.items()
+        if key in arguments and (isinstance(arguments[key], Tensor) or arguments[key] != value)
     }
 
 
