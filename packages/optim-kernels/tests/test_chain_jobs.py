@@ -12,12 +12,12 @@ from torch import Tensor
 
 from optim_kernels import NSConfig, reference
 from optim_kernels._newton_schulz.chain_jobs import (
-    BLOCK,
     JOB_FIELDS,
     TILE_END,
+    TILE_SIDE,
     Job,
     Kind,
-    Members,
+    MatrixGroup,
     Scale,
     job_table,
     jobs_of,
@@ -166,12 +166,12 @@ def test_no_factor_leaves_half_precision(steps: int) -> None:
         assert result.isfinite().all()
 
 
-def members(config: NSConfig, m: int, *batches: tuple[int, int], first: int = 0) -> list[Members]:
+def groups_of(config: NSConfig, m: int, *batches: tuple[int, int], first: int = 0) -> list[MatrixGroup]:
     """Batches (count, n) of short side m, with X in panels."""
     groups = []
     for count, n in batches:
         jobs = tuple(jobs_of(config, m, n, in_factors=True))
-        groups.append(Members(jobs, first, count, n, -(-n // BLOCK)))
+        groups.append(MatrixGroup(jobs, first, count, n, -(-n // TILE_SIDE)))
         first += count
     return groups
 
@@ -190,7 +190,7 @@ CHAINS = [
 def test_tiles_cover_every_job_in_an_order_that_never_waits(
     config: NSConfig, m: int, batches: list[tuple[int, int]]
 ) -> None:
-    groups = members(config, m, *batches, first=3)
+    groups = groups_of(config, m, *batches, first=3)
     entries, table = tile_list(groups, m), job_table(groups, m)
     assert entries.dtype == torch.int32
     assert entries.shape[1:] == (ENTRY_FIELDS,)
@@ -199,7 +199,7 @@ def test_tiles_cover_every_job_in_an_order_that_never_waits(
     assert len(set(map(tuple, tiles_of_list))) == len(tiles_of_list)
     assert table.shape == (sum(len(group.jobs) for group in groups), JOB_FIELDS)
     jobs = [(group, number) for group in groups for number in range(len(group.jobs))]
-    side = -(-m // BLOCK)
+    side = -(-m // TILE_SIDE)
     all_of = {Kind.FULL: side}
     tiles = {
         (group.first, number): side * all_of.get(job.kind, group.x_step)
@@ -221,7 +221,7 @@ def test_tiles_cover_every_job_in_an_order_that_never_waits(
         assert needed <= done[matrix] < needed + tiles[group.first, number_in_group]
         assert matrix in group.numbers
         done[matrix] += 1
-        assert row % BLOCK == column % BLOCK == 0
+        assert row % TILE_SIDE == column % TILE_SIDE == 0
         assert row < m
         assert column < group.n if job.kind is Kind.RECTANGLE else column < m
         assert job.kind in (Kind.RECTANGLE, Kind.FULL) or column <= row
@@ -235,7 +235,7 @@ def test_tiles_cover_every_job_in_an_order_that_never_waits(
 @pytest.mark.parametrize(("config", "m", "batches"), CHAINS, ids=lambda value: str(value)[-30:])
 def test_two_that_are_drawn_together(config: NSConfig, m: int, batches: list[tuple[int, int]]) -> None:
     """Neither waits for the other; and all that have a neighbour in their row are with one."""
-    groups = members(config, m, *batches)
+    groups = groups_of(config, m, *batches)
     shared: dict[tuple[int, int], int] = {}
     without = 0
     for first, second in tile_list(groups, m).view(-1, 2, ENTRY_FIELDS).tolist():
@@ -244,12 +244,12 @@ def test_two_that_are_drawn_together(config: NSConfig, m: int, batches: list[tup
         if first[1] == second[1]:
             assert first[0] == second[0]
             if first[2] == second[2]:
-                assert second[3] == first[3] + BLOCK
+                assert second[3] == first[3] + TILE_SIDE
                 shared[first[0], first[1]] = shared.get((first[0], first[1]), 0) + 1
-    side = -(-m // BLOCK)
+    side = -(-m // TILE_SIDE)
     jobs = [(group, job) for group in groups for job in group.jobs]
     for number, (group, job) in enumerate(jobs):
-        width = {Kind.RECTANGLE: -(-group.n // BLOCK), Kind.FULL: side}.get(job.kind)
+        width = {Kind.RECTANGLE: -(-group.n // TILE_SIDE), Kind.FULL: side}.get(job.kind)
         wanted = sum((row + 1 if width is None else width) // 2 for row in range(side))
         assert all(shared.get((number, matrix), 0) == wanted for matrix in group.numbers)
     # at most one behind each job of each matrix
@@ -259,7 +259,7 @@ def test_two_that_are_drawn_together(config: NSConfig, m: int, batches: list[tup
 def test_matrices_advance_alike() -> None:
     """Wherever the list is cut, all matrices have done the same share of their work, but for one job."""
     m = 256
-    groups = members(NSConfig(), m, (6, 256), (10, 1024))
+    groups = groups_of(NSConfig(), m, (6, 256), (10, 1024))
     work = dict.fromkeys(range(16), 0)
     jobs = [(group, job) for group in groups for job in group.jobs]
     costs = [job.length(m, group.n) + TILE_END for group, job in jobs]
@@ -277,7 +277,7 @@ def test_matrices_advance_alike() -> None:
 
 
 def test_the_table_names_buffers_and_places() -> None:
-    groups = members(NSConfig(method="gram"), 200, (2, 200), (3, 700))
+    groups = groups_of(NSConfig(method="gram"), 200, (2, 200), (3, 700))
     table = job_table(groups, 200)
     jobs = [(group, job) for group in groups for job in group.jobs]
     for (group, job), row in zip(jobs, table.tolist(), strict=True):
@@ -290,8 +290,8 @@ def test_the_table_names_buffers_and_places() -> None:
     assert places(groups, 5).tolist() == expected
 
 
-def run_tiles(groups: list[Members], m: int, xs: list[Tensor], scales: Tensor) -> None:
-    """Run the tables in the order of the list on ``xs [panels, m, BLOCK]``, which are two.
+def run_tiles(groups: list[MatrixGroup], m: int, xs: list[Tensor], scales: Tensor) -> None:
+    """Run the tables in the order of the list on ``xs [panels, m, TILE_SIDE]``, which are two.
 
     What a tile does not compute it does not store: tiles above the diagonal, rows beyond m.
     """
@@ -302,11 +302,11 @@ def run_tiles(groups: list[Members], m: int, xs: list[Tensor], scales: Tensor) -
     diagonals = torch.full((count, m), nan).double()
 
     def block_of_x(buffer: int, x: int, k: int, width: int) -> Tensor:
-        return xs[buffer % 2][x + k // BLOCK, :, k % BLOCK : k % BLOCK + width]
+        return xs[buffer % 2][x + k // TILE_SIDE, :, k % TILE_SIDE : k % TILE_SIDE + width]
 
     def block_of_square(buffer: int, row: int, k: int, whole: float) -> Tensor:
-        rows, along = slice(row, row + BLOCK), slice(k, k + 64)
-        if whole or k < row + BLOCK:
+        rows, along = slice(row, row + TILE_SIDE), slice(k, k + 64)
+        if whole or k < row + TILE_SIDE:
             return squares[buffer, rows, along]
         return squares[buffer, along, rows].mT
 
@@ -316,8 +316,9 @@ def run_tiles(groups: list[Members], m: int, xs: list[Tensor], scales: Tensor) -
         c, d, q, scale, alpha, beta, omega, _, kind, _, a, b, length, low, apart, whole = map(float, table[number])
         c, d, q, scale, kind, a, b, length = map(int, (c, d, q, scale, kind, a, b, length))
         x, first = where[matrix]
-        rows, columns = slice(row, row + BLOCK), slice(column, column + BLOCK)
-        acc = torch.zeros(min(BLOCK, m - row), BLOCK if kind == Kind.RECTANGLE else min(BLOCK, m - column)).double()
+        rows, columns = slice(row, row + TILE_SIDE), slice(column, column + TILE_SIDE)
+        width = TILE_SIDE if kind == Kind.RECTANGLE else min(TILE_SIDE, m - column)
+        acc = torch.zeros(min(TILE_SIDE, m - row), width).double()
         for k in range(0, length, 64):
             if kind == Kind.GRAM:
                 left, right = block_of_x(a, x, k, 64)[rows], block_of_x(b, x, k, 64)[columns].mT
@@ -326,13 +327,13 @@ def run_tiles(groups: list[Members], m: int, xs: list[Tensor], scales: Tensor) -
                 if kind in (Kind.SQUARE, Kind.FULL):
                     right = block_of_square(first + b, column, k, 0.0).mT
                 else:
-                    right = block_of_x(b, x, column, BLOCK)[k : k + 64]
+                    right = block_of_x(b, x, column, TILE_SIDE)[k : k + 64]
             acc += left @ right
         acc *= alpha
         if kind == Kind.RECTANGLE:
             if c >= 0:
-                acc += (diagonals[matrix, rows, None] if apart else beta) * block_of_x(c, x, column, BLOCK)[rows]
-            block_of_x(d, x, column, BLOCK)[rows] = acc * (1.0, scales[matrix], scales[matrix] ** 2)[scale]
+                acc += (diagonals[matrix, rows, None] if apart else beta) * block_of_x(c, x, column, TILE_SIDE)[rows]
+            block_of_x(d, x, column, TILE_SIDE)[rows] = acc * (1.0, scales[matrix], scales[matrix] ** 2)[scale]
             continue
         if c >= 0:
             acc += beta * squares[first + c, rows, columns]
@@ -362,16 +363,16 @@ def run_tiles(groups: list[Members], m: int, xs: list[Tensor], scales: Tensor) -
 )
 def test_tables_of_panels_are_the_reference(config: NSConfig, m: int, batches: list[tuple[int, int]]) -> None:
     """X is zero to the end of a step of 64 columns; beyond it the panel and everything else starts as NaN."""
-    groups = members(config, m, *batches)
+    groups = groups_of(config, m, *batches)
     panels = sum(group.count * group.x_step for group in groups)
-    xs = [torch.full((panels, m, BLOCK), float("nan")).double() for _ in range(2)]
+    xs = [torch.full((panels, m, TILE_SIDE), float("nan")).double() for _ in range(2)]
     of_matrix = [group for group in groups for _ in group.numbers]
     where = places(groups, len(of_matrix))[:, 0].tolist()
     matrices = []
     for x, group in zip(where, of_matrix, strict=True):
         matrix = torch.randn(m, group.n, dtype=torch.float64)
         padded = torch.nn.functional.pad(matrix, (0, -group.n % 64))
-        for panel, columns in enumerate(padded.split(BLOCK, 1), start=x):
+        for panel, columns in enumerate(padded.split(TILE_SIDE, 1), start=x):
             xs[0][panel, :, : columns.shape[1]] = columns
         matrices.append(matrix)
     run_tiles(groups, m, xs, 1.0 / torch.stack([matrix.norm() for matrix in matrices]))

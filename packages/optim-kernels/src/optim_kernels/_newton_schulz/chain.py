@@ -20,10 +20,10 @@ from torch import Tensor
 from optim_kernels._kernels.normalize import Start
 from optim_kernels._newton_schulz.block_launch import BlockLaunch
 from optim_kernels._newton_schulz.chain_jobs import (
-    BLOCK,
+    TILE_SIDE,
     Ending,
     Kind,
-    Members,
+    MatrixGroup,
     job_table,
     jobs_of,
     num_squares,
@@ -52,10 +52,10 @@ class Chain:
     """The jobs and tiles of matrices that share their short side m, on the device; see `chain_jobs`.
 
     Args:
-        in_panels: whether X is ``[panels, m, BLOCK]`` instead of ``[matrices, m, n]``.
+        in_panels: whether X is ``[panels, m, TILE_SIDE]`` instead of ``[matrices, m, n]``.
     """
 
-    groups: tuple[Members, ...]
+    groups: tuple[MatrixGroup, ...]
     m: int
     in_panels: bool
     entries: Tensor
@@ -63,7 +63,7 @@ class Chain:
     places: Tensor
 
     @classmethod
-    def of(cls, groups: Sequence[Members], m: int, device: torch.device, *, in_panels: bool) -> Chain:
+    def of(cls, groups: Sequence[MatrixGroup], m: int, device: torch.device, *, in_panels: bool) -> Chain:
         num_matrices = max(group.first + group.count for group in groups)
         tables = (tile_list(groups, m), job_table(groups, m), places(groups, num_matrices))
         return cls(tuple(groups), m, in_panels, *(table.to(device) for table in tables))
@@ -88,7 +88,7 @@ def takes_chain(count: int, m: int, n: int, config: NSConfig, dtype: torch.dtype
     """Whether ``count`` matrices m×n are orthogonalised in one launch."""
     if not _can_chain(config, dtype, device) or (m > LARGEST_SIDE and not config.restarts_in_factors(m, n)):
         return False
-    blocks = cdiv(m, BLOCK)
+    blocks = cdiv(m, TILE_SIDE)
     rounds = count * blocks * (blocks + 1) / 2 / num_multiprocessors(device.index)
     return rounds >= (LEAST_ROUNDS if m <= SMALL_SIDE else LARGE_ROUNDS)
 
@@ -188,7 +188,7 @@ class ChainLaunch:
         tables = (chain.entries, chain.jobs, chain.places)
         others = chain.entries if addresses is None else addresses
         # fp32 numbers, one for each row of a matrix's tiles
-        side = cdiv(chain.m, BLOCK) * BLOCK
+        side = cdiv(chain.m, TILE_SIDE) * TILE_SIDE
         diagonals = scales.new_empty(chain.num_matrices, side) if self._has_diagonals else scales
         numbers = (side, counter, len(chain.entries))
         tensors = (*tables, scales, squared_scales, diagonals, state, others)
@@ -250,7 +250,7 @@ def _chain_of(config: NSConfig, count: int, m: int, n: int, device: torch.device
     """
     if is_capturing(device):
         raise RuntimeError(f"Newton–Schulz of {count} matrices {m}×{n} has to run once before it can be captured")
-    members = Members(tuple(jobs_of(config, m, n, in_factors=True)), 0, count, n)
+    group = MatrixGroup(tuple(jobs_of(config, m, n, in_factors=True)), 0, count, n)
     # copied, not filled by a kernel, which other streams and replays of a graph would not wait for
     ones = torch.ones(count, dtype=torch.float32, device="cpu").to(device)
-    return Chain.of([members], m, device, in_panels=False), ones
+    return Chain.of([group], m, device, in_panels=False), ones

@@ -21,8 +21,7 @@ from optim_kernels._newton_schulz.coefficients import Triple
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.iterations import NUM_EXACT
 
-# Side of a tile.
-BLOCK = 128
+TILE_SIDE = 128
 # Numbers of a job in the table.
 JOB_FIELDS = 16
 # The time of a tile beside its products, as a length of its sums.
@@ -84,7 +83,7 @@ class Job:
 
     def tiles(self, m: int, n: int) -> list[tuple[int, int]]:
         """(row, column) where its tiles begin."""
-        rows, columns = range(0, m, BLOCK), range(0, m if self.kind is Kind.FULL else n, BLOCK)
+        rows, columns = range(0, m, TILE_SIDE), range(0, m if self.kind is Kind.FULL else n, TILE_SIDE)
         if self.kind in (Kind.RECTANGLE, Kind.FULL):
             return [(row, column) for column in columns for row in rows]
         return [(row, column) for row in rows for column in rows if column <= row]
@@ -202,7 +201,7 @@ def num_squares(jobs: Sequence[Job]) -> int:
 
 
 @dataclass(frozen=True)
-class Members:
+class MatrixGroup:
     """Matrices of one shape, numbered from ``first`` on.
 
     Args:
@@ -220,7 +219,7 @@ class Members:
         return range(self.first, self.first + self.count)
 
 
-def job_table(groups: Sequence[Members], m: int) -> Tensor:
+def job_table(groups: Sequence[MatrixGroup], m: int) -> Tensor:
     """The numbers of every job: fp32 [jobs, JOB_FIELDS].
 
     (c, d, q: buffers of the matrix, −1 for none; which scale; α; β; ω; whether it is the last; kind; tiles of the
@@ -237,7 +236,7 @@ def job_table(groups: Sequence[Members], m: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.float32, device="cpu")
 
 
-def places(groups: Sequence[Members], num_matrices: int) -> Tensor:
+def places(groups: Sequence[MatrixGroup], num_matrices: int) -> Tensor:
     """Where each matrix's X and its first square buffer are: int32 [matrices, 2].
 
     Both are numbered on from each group to the next.

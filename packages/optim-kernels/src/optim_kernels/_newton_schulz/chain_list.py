@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optim_kernels._newton_schulz.chain_jobs import TILE_END, Members
+from optim_kernels._newton_schulz.chain_jobs import TILE_END, MatrixGroup
 
 # Numbers of an entry: job, matrix (NO_TILE in an entry without tile), row, column.
 ENTRY_FIELDS = 4
@@ -42,7 +42,7 @@ class _Unit(NamedTuple):
     entries: tuple[Tensor, Tensor]
 
 
-def tile_list(groups: Sequence[Members], m: int) -> Tensor:
+def tile_list(groups: Sequence[MatrixGroup], m: int) -> Tensor:
     """Every tile in order: int32 [entries, ENTRY_FIELDS], an even number of them.
 
     Jobs are numbered over all groups.
@@ -63,7 +63,7 @@ def tile_list(groups: Sequence[Members], m: int) -> Tensor:
     return torch.cat(parts)
 
 
-def _units(groups: Sequence[Members], m: int) -> list[_Unit]:
+def _units(groups: Sequence[MatrixGroup], m: int) -> list[_Unit]:
     units: list[_Unit] = []
     first_job = 0
     for group in groups:

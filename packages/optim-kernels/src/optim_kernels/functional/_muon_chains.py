@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from optim_kernels._newton_schulz.chain import Chain, ChainLaunch
-from optim_kernels._newton_schulz.chain_jobs import Ending, Members, jobs_of
+from optim_kernels._newton_schulz.chain_jobs import Ending, MatrixGroup, jobs_of
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.tiles import cdiv
 from optim_kernels.functional._muon_inputs import StepInputs
@@ -41,7 +41,7 @@ class StepChain:
         self._addresses = DeviceTable(batches.x.device)
         m = batches.x.shape[1]
         groups = [
-            Members(tuple(jobs_of(ns, m, n, in_factors=True)), batch.first, count, n, cdiv(n, PANEL))
+            MatrixGroup(tuple(jobs_of(ns, m, n, in_factors=True)), batch.first, count, n, cdiv(n, PANEL))
             for batch in batches.batches
             for count, _, n in (batch.shape,)
         ]

@@ -19,7 +19,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from optim_kernels._newton_schulz.chain_jobs import BLOCK, jobs_of, num_squares
+from optim_kernels._newton_schulz.chain_jobs import TILE_SIDE, jobs_of, num_squares
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.copy_engine import ALIGNMENT as ROW_ALIGNMENT
 from optim_kernels._newton_schulz.tiles import cdiv
@@ -102,7 +102,7 @@ def workspace_for(ns_workspace_mb: float | None) -> Workspace | None:
 
 def nbytes_of_x(m: int, n: int, dtype: torch.dtype, *, moves: bool) -> int:
     """The most bytes that X takes, of a matrix with short side m and long side n."""
-    return (1 + moves) * dtype.itemsize * m * cdiv(n, BLOCK) * BLOCK
+    return (1 + moves) * dtype.itemsize * m * cdiv(n, TILE_SIDE) * TILE_SIDE
 
 
 @lru_cache(maxsize=1024)
