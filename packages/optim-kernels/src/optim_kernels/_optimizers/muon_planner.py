@@ -21,7 +21,7 @@ from optim_kernels._newton_schulz.tiles import cdiv
 from optim_kernels._optimizers.adamw_state import master_of
 from optim_kernels._optimizers.muon_entries import MuonEntry, step_entries
 from optim_kernels._optimizers.muon_groups import ns_config_of, rule_of
-from optim_kernels._optimizers.muon_steady import Groups, KnownOptions, State, SteadyStep
+from optim_kernels._optimizers.muon_steady import HYPERPARAMETERS, Groups, KnownOptions, State, SteadyStep
 from optim_kernels._options import are_numbers, check_scalars
 from optim_kernels.reference.adamw import gradient_scale
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _Options = tuple[Hashable, ...]
 # Options, dtypes and device; then alignment with tiles="shape", and the part's number with a workspace.
 _Key = tuple[Hashable, ...]
+_GroupEntries = tuple[Mapping[str, Any], list[MuonEntry]]
 
 
 @dataclass
@@ -119,7 +120,7 @@ class MuonPlanner:
 
     def step(
         self,
-        entries: Sequence[tuple[Mapping[str, Any], list[MuonEntry]]],
+        entries: Sequence[_GroupEntries],
         *,
         clip_factor: Tensor | None = None,
         grad_scale: Tensor | None = None,
@@ -130,20 +131,7 @@ class MuonPlanner:
 
         With ``state``, the optimizer's, the step is remembered for `repeat`.
         """
-        batches: dict[_Key, _Batch] = {}
-        others: list[tuple[Mapping[str, Any], list[MuonEntry]]] = []
-        self.fallbacks = []
-        for group, members in entries:
-            options, ns, rest = _options_of(group), ns_config_of(group), []
-            for entry in members:
-                tensors = _launched(entry, group, ns)
-                if isinstance(tensors, str):
-                    rest.append(entry)
-                    self.fallbacks.append(tensors)
-                else:
-                    self._add(batches, group, options, entry, tensors)
-            if rest:
-                others.append((group, rest))
+        batches, others, self.fallbacks = self._sorted(entries)
         if self._workspace is not None:
             batches = self._in_parts(batches, self._workspace)
         self._drop_outdated()
@@ -151,8 +139,8 @@ class MuonPlanner:
         # these may raise, so they come before anything is updated
         self._latest = [self._plan_for(key, batch) for key, batch in batches.items()]
         hypers = [_hypers_of(batch.groups) for batch in batches.values()]
-        for group, rest in others:
-            step_entries(group, rest, clip_factor=clip_factor, grad_scale=grad_scale, found_inf=found_inf)
+        for group, members in others:
+            step_entries(group, members, clip_factor=clip_factor, grad_scale=grad_scale, found_inf=found_inf)
         factor = gradient_scale(clip_factor, grad_scale)
         for plan, hyper in zip(self._latest, hypers):
             plan.run(hyper, factor=factor, found_inf=found_inf)
@@ -221,11 +209,29 @@ class MuonPlanner:
         """The plans of the latest step."""
         return self._latest
 
+    def _sorted(self, entries: Sequence[_GroupEntries]) -> tuple[dict[_Key, _Batch], list[_GroupEntries], list[str]]:
+        """What grouped launches update, by plan; what plain torch updates; and why it does."""
+        batches: dict[_Key, _Batch] = {}
+        others: list[_GroupEntries] = []
+        reasons: list[str] = []
+        for group, members in entries:
+            options, ns, rest = _shared_options(group), ns_config_of(group), []
+            for entry in members:
+                found = _tensors_or_reason(entry, group, ns)
+                if isinstance(found, str):
+                    rest.append(entry)
+                    reasons.append(found)
+                else:
+                    self._add(batches, group, options, entry, found)
+            if rest:
+                others.append((group, rest))
+        return batches, others, reasons
+
     def _drop_outdated(self) -> None:
         """Give back the memory of plans whose groups have other options by now."""
         for key, groups in list(self._groups.items()):
             options, *_ = key
-            if all(_options_of(group) != options for group in groups):
+            if all(_shared_options(group) != options for group in groups):
                 self._drop(key)
 
     def _in_parts(self, batches: Mapping[_Key, _Batch], workspace: Workspace) -> dict[_Key, _Batch]:
@@ -304,12 +310,12 @@ class MuonPlanner:
 
 def why_not_grouped(entry: MuonEntry, group: Mapping[str, Any]) -> str | None:
     """What keeps grouped launches from updating a parameter; ``None`` where they do."""
-    found = _launched(entry, group, ns_config_of(group))
+    found = _tensors_or_reason(entry, group, ns_config_of(group))
     return found if isinstance(found, str) else None
 
 
-def _launched(entry: MuonEntry, group: Mapping[str, Any], ns: NSConfig) -> MuonTensors | str:
-    """The tensors that grouped launches need to update a parameter, or what keeps them from updating it."""
+def _tensors_or_reason(entry: MuonEntry, group: Mapping[str, Any], ns: NSConfig) -> MuonTensors | str:
+    """The tensors that grouped launches need to update a parameter, or the reason why they cannot."""
     if group["impl"] == "torch":
         return "impl='torch'"
     if group["impl"] == "auto" and not entry.param.is_cuda:
@@ -333,12 +339,9 @@ def _launched(entry: MuonEntry, group: Mapping[str, Any], ns: NSConfig) -> MuonT
     return why_not_plan(tensors, ns) or tensors
 
 
-def _options_of(group: Mapping[str, Any]) -> _Options:
+def _shared_options(group: Mapping[str, Any]) -> _Options:
     """What all groups of a plan have in common."""
     return rule_of(group), ns_config_of(group), group["beta2"] is None, group["stochastic_rounding"]
-
-
-_HYPER = ("lr", "weight_decay", "momentum", "beta2")
 
 
 def _hypers_of(groups: Groups) -> list[tuple[Any, ...]]:
@@ -346,9 +349,9 @@ def _hypers_of(groups: Groups) -> list[tuple[Any, ...]]:
     hypers = []
     for group in groups:
         beta2 = group["beta2"]
-        # values on the device are not read
+        # in the order of HYPERPARAMETERS; values on the device are not read
         hyper = (group["lr"], group["weight_decay"], group["momentum"], 0.0 if beta2 is None else beta2)
         if not are_numbers(hyper):
-            check_scalars(**dict(zip(_HYPER, hyper)))
+            check_scalars(**dict(zip(HYPERPARAMETERS, hyper)))
         hypers.append(hyper)
     return hypers
