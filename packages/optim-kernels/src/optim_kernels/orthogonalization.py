@@ -255,8 +255,8 @@ def _takes_triton(x: Tensor, config: NSConfig, impl: Impl) -> bool:
     if config.compute_dtype(x) == torch.float64:
         if impl == "triton":
             raise RuntimeError(
-                f"impl='triton' multiplies no fp64, which a {x.dtype} matrix of shape {tuple(x.shape)} asks for; use "
-                "impl='auto' or 'torch', or compute_dtype=torch.float32"
+                f"impl='triton' multiplies no fp64, in which the {x.dtype} matrix of shape {tuple(x.shape)} would be "
+                "orthogonalised; use impl='auto' or 'torch', or compute_dtype=torch.float32"
             )
         return False
     return use_triton(impl, x, f"a matrix of shape {tuple(x.shape)}")

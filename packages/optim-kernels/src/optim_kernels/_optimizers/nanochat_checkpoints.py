@@ -35,13 +35,15 @@ def _stack_group(state: dict[Any, Any], ids: list[Any], index: int) -> None:
     entries = [state.pop(i) for i in ids if i in state]
     if not entries:
         return
-    shapes = {tuple(entry["momentum_buffer"].shape) for entry in entries}
-    kinds = {tuple((key, value.shape, value.dtype) for key, value in sorted(entry.items())) for entry in entries}
-    if len(entries) != len(ids) or len(kinds) != 1 or len(next(iter(shapes))) != 2:
+    formats = {
+        ", ".join(f"{key} {tuple(value.shape)} in {value.dtype}" for key, value in sorted(entry.items()))
+        for entry in entries
+    }
+    if len(entries) != len(ids) or len(formats) != 1 or entries[0]["momentum_buffer"].ndim != 2:
         raise ValueError(
-            f"layout='nanochat' stacks matrices of one shape a group, with states of one kind, but "
-            f"param_groups[{index}] has state for {len(entries)} of {len(ids)} parameters, in shapes {sorted(shapes)} "
-            f"and {len(kinds)} kinds"
+            "layout='nanochat' stacks a group's states, so each of its parameters needs one, all of matrices of one "
+            f"shape and of the same dtypes, but in param_groups[{index}] {len(entries)} of {len(ids)} have one: "
+            f"{' or '.join(sorted(formats))}; use layout='separate'"
         )
     state[ids[0]] = {key: torch.stack([entry[key] for entry in entries]) for key in entries[0]}
 
