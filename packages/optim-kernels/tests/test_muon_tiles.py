@@ -369,7 +369,7 @@ def test_threads_record_one_after_another(monkeypatch: pytest.MonkeyPatch) -> No
     planners = [seemingly_on_a_gpu(monkeypatch, recording) for _ in range(2)]
     for planner in planners:
         # the interpreter has one thread
-        monkeypatch.setattr(planner.plans[0]._launches, "launch", lambda **_: None)
+        monkeypatch.setattr(planner.plans[0]._launches, "run", lambda **_: None)
     threads = [threading.Thread(target=planner.again) for planner in planners]
     for thread in threads:
         thread.start()
