@@ -41,7 +41,7 @@ class FollowedWrites:
 
     def note(self, params: Sequence[Tensor]) -> None:
         """Follow what is written to these parameters from now on."""
-        self._note(params, _versions(params), _addresses(params))
+        self._set_latest(params, _versions(params), _addresses(params))
 
     def follow(self, params: Sequence[Tensor], values: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
         """Update the masters of those parameters that were written to, or have moved, since they were noted.
@@ -56,7 +56,7 @@ class FollowedWrites:
         for param, mark, value, master in zip(params, zip(versions, addresses), values, masters, strict=True):
             if noted.get(id(param), mark) != mark:
                 _follow(value, master)
-        self._note(params, versions, addresses)
+        self._set_latest(params, versions, addresses)
 
     def note_step(self, params: Sequence[Tensor]) -> None:
         """Note that a step has written to these parameters and their masters alike."""
@@ -65,7 +65,7 @@ class FollowedWrites:
         else:
             self.note(params)
 
-    def _note(self, params: Sequence[Tensor], versions: list[int], addresses: list[int]) -> None:
+    def _set_latest(self, params: Sequence[Tensor], versions: list[int], addresses: list[int]) -> None:
         self._others.update(self._of_latest())
         self._latest, self._versions, self._addresses = params, versions, addresses
 
