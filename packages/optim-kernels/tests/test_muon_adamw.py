@@ -215,7 +215,7 @@ def test_nanochat_layout_needs_equal_shapes() -> None:
     optimizer = TritonMuonAdamW([{"params": params, "kind": "muon"}])
     give_gradients(params, 0)
     optimizer.step()
-    with pytest.raises(ValueError, match="one shape a group"):
+    with pytest.raises(ValueError, match="all of matrices of one shape"):
         optimizer.state_dict(layout="nanochat")
     with pytest.raises(ValueError, match="layout"):
         optimizer.state_dict(layout="keller")

@@ -43,7 +43,7 @@ def _stack_group(state: dict[Any, Any], ids: list[Any], index: int) -> None:
         raise ValueError(
             "layout='nanochat' stacks a group's states, so each of its parameters needs one, all of matrices of one "
             f"shape and of the same dtypes, but in param_groups[{index}] {len(entries)} of {len(ids)} have one: "
-            f"{' or '.join(sorted(formats))}; use layout='separate'"
+            f"{'; or '.join(sorted(formats))}; use layout='separate'"
         )
     state[ids[0]] = {key: torch.stack([entry[key] for entry in entries]) for key in entries[0]}
 
