@@ -37,16 +37,16 @@ class Inside:
 
     def __init__(self, problem: Problem, ranks: tuple[int, ...]) -> None:
         self.problem, self.ranks = problem, ranks
-        self.sources = _counted(problem.src_points, ranks)
-        self.targets = _counted(problem.dst_points, ranks)
+        self.sources = _rank_counts(problem.src_points, ranks)
+        self.targets = _rank_counts(problem.dst_points, ranks)
         held: Collection[Point] = self.sources
         if problem.num_contributions > 1:
             held = [point for point, _ in self.holders]
         self.held, self.needed = problem.sum_held(held), problem.sum_needed(self.targets)
         # target points, keyed by the number of ranks here that need them
-        self._needed_by: dict[int, Collection[Point]] = {}
+        self._targets_by_count: dict[int, Collection[Point]] = {}
         for n in set(self.targets.values()):
-            self._needed_by[n] = [point for point, count in self.targets.items() if count == n]
+            self._targets_by_count[n] = [point for point, count in self.targets.items() if count == n]
 
     @lazy
     def holders(self) -> dict[Part, list[int]]:
@@ -82,46 +82,48 @@ class Inside:
         return total_shared(self.problem, self.sources, self.targets)
 
     @lazy
-    def wanted(self) -> dict[Point, int]:
+    def needed_of_source(self) -> dict[Point, int]:
         """For every source point held here, how many of its elements are needed here, by however many ranks."""
         return shared(self.problem, self.sources, self.targets)
 
     @lazy
-    def asked(self) -> dict[Part, int]:
+    def demand_here(self) -> dict[Part, int]:
         """For every part held here, its elements needed by ranks here that do not hold it, summed over these ranks."""
-        kept, wanted = self.problem.num_kept, self._wanted_by_ranks
+        kept, needed = self.problem.num_kept, self._needed_of_source_by_ranks
         return {
-            part: wanted[part[0]] - sum(kept.get(rank, 0) for rank in ranks) for part, ranks in self.holders.items()
+            part: needed[part[0]] - sum(kept.get(rank, 0) for rank in ranks) for part, ranks in self.holders.items()
         }
 
     @lazy
-    def had(self) -> dict[Point, int]:
-        """For every target point needed here, how many of its elements are held here; only without a reduction."""
+    def held_of_target(self) -> dict[Point, int]:
+        """For every target point needed here, how many of its elements are held here, by however many ranks."""
+        assert self.problem.num_contributions == 1, "contributions may be held in part"
         return shared(self.problem, self.targets, self.sources, from_targets=True)
 
     @lazy
-    def lacking(self) -> int:
-        """Elements that ranks here need and no rank here holds, summed over ranks and contributions."""
-        by_ranks = [n * self.problem.sum_needed(points) for n, points in self._needed_by.items()]
+    def direct_inbound(self) -> int:
+        """What enters in a direct exchange: elements needed and not held here, summed over ranks and contributions."""
+        by_ranks = [n * self.problem.sum_needed(points) for n, points in self._targets_by_count.items()]
         return self.problem.num_contributions * sum(by_ranks) - self._found_here
 
     @property
-    def leaving(self) -> int:
-        """Elements that ranks elsewhere need of parts held here, summed over ranks; assumes no holders elsewhere."""
+    def direct_outbound(self) -> int:
+        """What leaves in a direct exchange: elements held here that ranks elsewhere need, summed over these ranks."""
+        assert self.problem.src_replicas == 1 or not self.is_split, "holders elsewhere send some of it"
         return self.problem.dst_replicas * self.held - self._found_here
 
     @lazy
     def _found_here(self) -> int:
         """Elements that ranks here need and find here, summed over ranks and contributions."""
         if self.problem.num_contributions > 1:
-            return sum(self._wanted_by_ranks[point] for point, _ in self.holders)
-        return sum(n * self._common(self.sources, points) for n, points in self._needed_by.items())
+            return sum(self._needed_of_source_by_ranks[point] for point, _ in self.holders)
+        return sum(n * self._common(self.sources, points) for n, points in self._targets_by_count.items())
 
     @lazy
-    def _wanted_by_ranks(self) -> dict[Point, int]:
-        """``wanted`` with every element counted once for each rank here that needs it."""
+    def _needed_of_source_by_ranks(self) -> dict[Point, int]:
+        """``needed_of_source`` with every element counted once for each rank here that needs it."""
         found = dict.fromkeys(self.sources, 0)
-        for n, points in self._needed_by.items():
+        for n, points in self._targets_by_count.items():
             for point, more in shared(self.problem, self.sources, points).items():
                 found[point] += n * more
         return found
@@ -142,7 +144,7 @@ class Inside:
             only_here = dict.fromkeys([point for point, _ in all_here])
         elif problem.src_replicas > 1:
             only_here = [point for point, count in self.sources.items() if count == problem.src_replicas]
-        stays = self._needed_by.get(problem.dst_replicas, ())
+        stays = self._targets_by_count.get(problem.dst_replicas, ())
         leaving = problem.sum_held(only_here) - self._common(only_here, stays)
         return self.needed - self._common(whole, self.targets), leaving
 
@@ -152,7 +154,7 @@ class Inside:
         return total_shared(self.problem, sources, targets)
 
 
-def _counted(points: Mapping[int, Point], ranks: Sequence[int]) -> dict[Point, int]:
+def _rank_counts(points: Mapping[int, Point], ranks: Sequence[int]) -> dict[Point, int]:
     """The points of the given ranks, each with the number of these ranks at it."""
     found: dict[Point, int] = {}
     for rank in ranks:

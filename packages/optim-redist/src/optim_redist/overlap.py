@@ -81,10 +81,10 @@ class Overlap:
         if src.cuts is not None and dst.cuts is not None:
             return _sweep(src.cuts, dst.cuts)
         if src.cuts is not None:
-            return _counted(src.cuts, dst.sets)
+            return _common_by_cuts(src.cuts, dst.sets)
         if dst.cuts is not None:
             found: list[dict[int, int]] = [{} for _ in src.sizes]
-            for j, row in enumerate(_counted(dst.cuts, src.sets)):
+            for j, row in enumerate(_common_by_cuts(dst.cuts, src.sets)):
                 for i, n in row.items():
                     found[i][j] = n
             return found
@@ -133,7 +133,7 @@ def _sweep(src: Sequence[int], dst: Sequence[int]) -> list[dict[int, int]]:
     return found
 
 
-def _counted(cuts: Sequence[int], sets: Sequence[IndexSet]) -> list[dict[int, int]]:
+def _common_by_cuts(cuts: Sequence[int], sets: Sequence[IndexSet]) -> list[dict[int, int]]:
     """``common`` of a contiguous division, given by its cut points, and of sets, by their indices below each cut."""
     found: list[dict[int, int]] = [{} for _ in range(len(cuts) - 1)]
     for j, held in enumerate(sets):

@@ -55,7 +55,7 @@ def _crossed(problem: Problem, method: str, topology: Topology, cuts: Sequence[C
     if is_in_order(problem, method, topology) and problem.src_replicas == 1:
         # every element comes straight from its only holder
         groups = [Inside(problem, cut.ranks) for cut in cuts]
-        return [(group.lacking, group.leaving) for group in groups]
+        return [(group.direct_inbound, group.direct_outbound) for group in groups]
     nodes = None
     if method == "hierarchical" and problem.num_contributions == 1:
         nodes = node_volumes(problem, topology, bounds_of(problem).lb)

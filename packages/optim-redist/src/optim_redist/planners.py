@@ -107,7 +107,7 @@ def _least_of_nearest(request: Request, limits: Bounds) -> float:
     """Least seconds of one exchange straight from holders; exact if no part has holders in several groups."""
     spread = request.groups.spread
     crossing = {
-        level: max(max(group.lacking, 0 if spread else group.leaving) for group in groups)
+        level: max(max(group.direct_inbound, 0 if spread else group.direct_outbound) for group in groups)
         for level, groups in request.groups.levels.items()
     }
     return _least(request, limits.single_hop, limits.direct_recv + limits.direct_send, crossing)
@@ -157,7 +157,7 @@ def _least_of_sharing(request: Request, limits: Bounds) -> float:
     forwards = limits.direct_send > limits.lb or request.groups.spread
     for cut, group in zip(limits.cuts, levels[0]):
         if (cut.inbound and _shares(problem, group)) or (
-            forwards and any(n > limits.lb * len(group.holders[part]) for part, n in group.asked.items())
+            forwards and any(n > limits.lb * len(group.holders[part]) for part, n in group.demand_here.items())
         ):
             return _least_of_two_hops(request, limits)
     return _least_of_nearest(request, limits)
@@ -168,7 +168,9 @@ def _shares(problem: Problem, group: Inside) -> bool:
     counts = group.targets.values()
     if max(counts) == 1 or min(counts) > 1:
         return max(counts) > 1
-    return any(count > 1 and problem.num_needed(point) > group.had[point] for point, count in group.targets.items())
+    return any(
+        count > 1 and problem.num_needed(point) > group.held_of_target[point] for point, count in group.targets.items()
+    )
 
 
 # -- the planners

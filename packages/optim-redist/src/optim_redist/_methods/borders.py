@@ -29,16 +29,16 @@ def crossings(problem: Problem, topology: Topology, limit: int | None) -> tuple[
     """
     divided = problem.groups(topology)
     levels = divided.levels
-    inbound = [[group.lacking for group in groups] for groups in levels.values()]
+    inbound = [[group.direct_inbound for group in groups] for groups in levels.values()]
     busiest = 0
     if not divided.spread:
-        outbound = [[group.leaving for group in groups] for groups in levels.values()]
+        outbound = [[group.direct_outbound for group in groups] for groups in levels.values()]
     else:
         outbound = [[0] * len(groups) for groups in levels.values()]
         places: dict[Part, list[_Place]] = {part: [] for part in problem.holders}
         for depth, groups in enumerate(levels.values()):
             for k, group in enumerate(groups):
-                for part, asked in group.asked.items():
+                for part, asked in group.demand_here.items():
                     places[part].append((depth, k, group.holders[part], asked))
         for part, of_part in places.items():
             demand = problem.demand(part)

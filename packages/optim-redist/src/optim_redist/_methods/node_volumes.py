@@ -49,7 +49,7 @@ def node_volumes(problem: Problem, topology: Topology, target: int) -> Nodes | N
     inbound = [_fetch(problem, group, fetch, share, sending) for group in groups]
     for group in groups:
         for part, ranks in group.holders.items():
-            asked = group.asked[part]
+            asked = group.demand_here[part]
             if asked:
                 if asked + sum(sending[rank] for rank in ranks) > target * len(ranks):
                     return None
@@ -68,14 +68,14 @@ def node_volumes(problem: Problem, topology: Topology, target: int) -> Nodes | N
 
 def _fetch(problem: Problem, group: Inside, fetch: Volumes, share: Volumes, sending: dict[int, int]) -> int:
     """Record what the ranks of a group receive and share; returns the elements that enter the group."""
-    kept, needed, had = problem.num_kept, problem.needed_sizes, group.had
+    kept, needed, held = problem.num_kept, problem.needed_sizes, group.held_of_target
     entering = 0
     for point, members in group.needers.items():
-        missing = needed[point] - had[point]
+        missing = needed[point] - held[point]
         entering += missing
         others = len(members) - 1
         for rank, amount in zip(members, fair_shares(missing, len(members))):
-            fetch.received[rank] = amount + had[point] - kept.get(rank, 0)
+            fetch.received[rank] = amount + held[point] - kept.get(rank, 0)
             if missing and others:
                 share.received[rank] = missing - amount
                 share.sent[rank] = amount * others
@@ -100,6 +100,6 @@ def _asked_from_outside(problem: Problem, groups: Sequence[Inside]) -> dict[Poin
         for point, size in shared(problem, found, alike).items():
             found[point] += count * size
     for group in groups:
-        for point, size in group.wanted.items():
+        for point, size in group.needed_of_source.items():
             found[point] -= size
     return found
