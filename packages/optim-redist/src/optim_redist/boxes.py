@@ -76,8 +76,8 @@ class DisjointBoxes:
     """Pairwise disjoint boxes, indexed so that those near another box are found without looking at all of them.
 
     A box's extent in a dimension is the distance from its first index to one past its last. For every dimension and
-    every e, one list has the boxes with 2^(e-1) <= extent < 2^e, sorted by first index. Of that list, only boxes that
-    start less than 2^e before another box can reach it.
+    every number of bits, one list has the boxes whose extent has so many, sorted by first index. Of that list, only
+    boxes that start less than 2^bits before another box can reach it.
 
     Attributes:
         num_elements: elements of all boxes together.
@@ -86,7 +86,7 @@ class DisjointBoxes:
     def __init__(self, boxes: Iterable[Box] = ()) -> None:
         self.num_elements = 0
         self._boxes: list[Box] = []
-        # for every dimension, keyed by e: (first index, number of the box), sorted
+        # for every dimension, keyed by the bits of the extent: (first index, number of the box), sorted
         self._starts: list[dict[int, list[tuple[int, int]]]] = []
         for box in boxes:
             self.add(box)
@@ -95,9 +95,9 @@ class DisjointBoxes:
         """Put in a box that has no element in common with the others."""
         if not self._boxes:
             self._starts = [{} for _ in box]
-        for starts, indices in zip(self._starts, box):
+        for by_bits, indices in zip(self._starts, box):
             start, stop = _ends(indices)
-            insort(starts.setdefault((stop - start).bit_length(), []), (start, len(self._boxes)))
+            insort(by_bits.setdefault((stop - start).bit_length(), []), (start, len(self._boxes)))
         self._boxes.append(box)
         self.num_elements += volume(box)
 
@@ -114,7 +114,7 @@ class DisjointBoxes:
         """The boxes that may meet ``box``: those that may reach it in the dimension in which the fewest may."""
         if not self._boxes or not box:
             return self._boxes
-        slices = [list(_reaching(starts, *_ends(indices))) for starts, indices in zip(self._starts, box)]
+        slices = [list(_reaching(by_bits, *_ends(indices))) for by_bits, indices in zip(self._starts, box)]
         fewest = min(slices, key=lambda found: sum(last - first for _, first, last in found))
         return (self._boxes[number] for starts, first, last in fewest for _, number in starts[first:last])
 
@@ -125,8 +125,8 @@ def _ends(indices: IndexSet) -> tuple[int, int]:
 
 
 def _reaching(
-    starts: dict[int, list[tuple[int, int]]], start: int, stop: int
+    by_bits: dict[int, list[tuple[int, int]]], start: int, stop: int
 ) -> Iterator[tuple[list[tuple[int, int]], int, int]]:
     """For each list of boxes, the slice (list, first, last) of those that may reach ``start … stop - 1``."""
-    for bits, found in starts.items():
-        yield found, bisect_left(found, (start - (1 << bits) + 1,)), bisect_left(found, (stop,))
+    for bits, starts in by_bits.items():
+        yield starts, bisect_left(starts, (start - (1 << bits) + 1,)), bisect_left(starts, (stop,))
