@@ -382,7 +382,7 @@ class Sequence(Wanderers):
         if self.own.random() < 0.5:
             clear_cache()
             execute._programs.clear()
-            many._programs.clear()
+            many._many_programs.clear()
 
     # the command line
 

@@ -60,7 +60,7 @@ class Segment(NamedTuple):
     num_bytes: int
 
 
-class _Round:
+class _BucketExchange:
     """Phase k of every plan of a bucket, as one exchange."""
 
     def __init__(
@@ -120,11 +120,11 @@ class ManyProgram:
         width = [made.itemsize for made in plans]
         self.buckets = _fill_buckets(plans, bucket_bytes)
         self._bucket_bytes = bucket_bytes
-        self.rounds: list[list[_Round]] = []
+        self.exchanges: list[list[_BucketExchange]] = []
         for numbers in self.buckets:
             bucket = [(number, self.stages[number]) for number in numbers]
             depth = max(len(stage.phases) for _, stage in bucket)
-            self.rounds.append([_Round(bucket, k, members, width) for k in range(depth)])
+            self.exchanges.append([_BucketExchange(bucket, k, members, width) for k in range(depth)])
         self._compared = self.team is None
 
     def device_of(self, tensors: Sequence[Tensor | None]) -> torch.device:
@@ -139,12 +139,12 @@ class ManyProgram:
         self.compare()
         tensors = [resolved(tensor) for tensor in tensors]
         targets: list[Tensor | None] = [None] * len(tensors)
-        for bucket, (numbers, rounds) in enumerate(zip(self.buckets, self.rounds)):
+        for bucket, (numbers, exchanges) in enumerate(zip(self.buckets, self.exchanges)):
             for number in numbers:
                 targets[number] = self.stages[number].allocate(device)
             communicates = any(self.plans[number].communicates for number in numbers)
-            for k, exchange in enumerate(rounds):
-                with noting(self._where, f"in exchange {k + 1} of {len(rounds)} of", bucket):
+            for k, exchange in enumerate(exchanges):
+                with noting(self._where, f"in exchange {k + 1} of {len(exchanges)} of", bucket):
                     sent = self._packed(exchange, tensors, targets, device)
                     received = torch.empty(sum(exchange.receive_splits.values()), dtype=torch.uint8, device=device)
                     work = None
@@ -158,7 +158,7 @@ class ManyProgram:
                         self.stages[number].local(k, tensors[number], targets[number])
                     yield work
                     self._unpack(k, exchange, received, taking_part, tensors, targets)
-                    # free these buffers before the next round makes its own
+                    # free these buffers before the next exchange makes its own
                     del sent, received, work
             for number in numbers:
                 tensors[number] = None
@@ -166,12 +166,12 @@ class ManyProgram:
 
     def _packed(
         self,
-        exchange: _Round,
+        exchange: _BucketExchange,
         tensors: Sequence[Tensor | None],
         targets: Sequence[Tensor | None],
         device: torch.device,
     ) -> Tensor:
-        """A buffer with everything that a round sends."""
+        """A buffer with everything that an exchange sends."""
         sent = torch.empty(sum(exchange.send_splits.values()), dtype=torch.uint8, device=device)
         packing: list[Copy] = []
         for segment in exchange.sends:
@@ -185,13 +185,13 @@ class ManyProgram:
     def _unpack(
         self,
         k: int,
-        exchange: _Round,
+        exchange: _BucketExchange,
         received: Tensor,
         taking_part: Sequence[int],
         tensors: Sequence[Tensor | None],
         targets: Sequence[Tensor | None],
     ) -> None:
-        """Unpack what came in round k into the targets of the tensors that take part in it."""
+        """Unpack what came in exchange k into the targets of the tensors that take part in it."""
         arrived: dict[int, list[tuple[Message, Tensor]]] = {number: [] for number in taking_part}
         for segment in exchange.receives:
             slot = slot_of(received, segment, self.stages[segment.item].bits)
@@ -236,7 +236,7 @@ def _fill_buckets(plans: Sequence[Plan], bucket_bytes: int) -> list[list[int]]:
     return buckets
 
 
-_programs: Recent[tuple[object, ManyProgram]] = Recent(_CACHE_SIZE)
+_many_programs: Recent[tuple[object, ManyProgram]] = Recent(_CACHE_SIZE)
 
 
 @overload
@@ -344,10 +344,10 @@ def redistribute_many(
     agreed = tuple(names) if all(isinstance(name, str) for name in names) else ()
     key = (tuple(map(id, plans)), bucket_bytes, id(group), collectives.my_rank(), agreed)
     world = collectives.world()
-    known = _programs.find(key)
+    known = _many_programs.find(key)
     if known is None or known[0] is not world or any(a is not b for a, b in zip(known[1].plans, plans)):
         known = (world, ManyProgram(plans, bucket_bytes, group, agreed))
-        _programs.put(key, known)
+        _many_programs.put(key, known)
     program = known[1]
     for name, item, stage in zip(names, chosen, program.stages):
         refuse_dtensor(item.tensor, f"rank {program.rank}: {name!r}")

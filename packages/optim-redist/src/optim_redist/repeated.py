@@ -90,12 +90,12 @@ class RepeatedExchange:
             raise ValueError("plans is empty; give one for each tensor")
         self._program = program = ManyProgram(plans, sys.maxsize, group)
         stages = program.stages
-        if len(program.rounds[0]) > 1 or any(stage.reduces for stage in stages):
+        if len(program.exchanges[0]) > 1 or any(stage.reduces for stage in stages):
             raise UnsupportedError(
                 "only plans of one round without reductions repeat; plan layouts without partial sums, with "
                 "planners=('direct',) and no memory_limit"
             )
-        (self._round,) = program.rounds[0]
+        (self._exchange,) = program.exchanges[0]
         kinds_from: list[Kind] = [(stage.src_shape, stage.dtype) for stage in stages]
         kinds_to: list[Kind] = [(stage.dst_shape, stage.dtype) for stage in stages]
         self._lent_sources = Lent(kinds_from, device) if sources is None else None
@@ -103,17 +103,17 @@ class RepeatedExchange:
         self.sources = _tensors("source", sources, self._lent_sources, kinds_from)
         self.targets = _tensors("target", targets, self._lent_targets, kinds_to)
         _check_memory(self.sources, self.targets)
-        self._sent = Lent([((sum(self._round.send_splits.values()),), torch.uint8)], device)
-        self._received = Lent([((sum(self._round.receive_splits.values()),), torch.uint8)], device)
+        self._sent = Lent([((sum(self._exchange.send_splits.values()),), torch.uint8)], device)
+        self._received = Lent([((sum(self._exchange.receive_splits.values()),), torch.uint8)], device)
 
         ends = list(zip(stages, self.sources, self.targets, strict=True))
         packing: list[Copy] = []
-        for segment in self._round.sends:
+        for segment in self._exchange.sends:
             stage, source, target = ends[segment.item]
             packing += stage.packing(segment.message, slot_of(self._sent.memory, segment, stage.bits), source, target)
         staying = [copy for stage, source, target in ends if stage.phases for copy in stage.staying(0, source, target)]
         unpacking: list[Copy] = []
-        for segment in self._round.receives:
+        for segment in self._exchange.receives:
             stage, _, target = ends[segment.item]
             assert target is not None, "plans say who has what"
             unpacking += stage.unpacking(segment.message, slot_of(self._received.memory, segment, stage.bits), target)
@@ -146,7 +146,7 @@ class RepeatedExchange:
         self._packing.run()
         work, team = None, self._program.team
         if team is not None:
-            splits = self._round.receive_splits, self._round.send_splits
+            splits = self._exchange.receive_splits, self._exchange.send_splits
             work = team.exchange(self._received.memory, self._sent.memory, *splits, async_op=True)
         if self._lent_targets is not None:
             self._lent_targets.take()
