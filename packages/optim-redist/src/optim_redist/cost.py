@@ -15,8 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 from math import exp, log
@@ -24,6 +23,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from optim_redist._files import read_json, reading
 from optim_redist._lazy import lazy
 from optim_redist._mesh import Axis, Mesh
 from optim_redist.errors import RedistError
@@ -269,28 +269,6 @@ class CommModel:
         if name not in _PRESETS:
             raise RedistError(f"presets are {sorted(_PRESETS)}, got {name!r}")
         return _PRESETS[name]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RedistError(f"{path} is no JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise RedistError(f"{path}: an object of this package, got a JSON {type(data).__name__}")
-    return data
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn errors over missing or mistyped content of a file into a ``RedistError`` that names the file."""
-    try:
-        yield
-    except RedistError:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise RedistError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
 def interpolate(curve: Curve, num_bytes: float) -> float:

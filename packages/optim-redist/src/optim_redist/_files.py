@@ -1,0 +1,33 @@
+"""Reading the JSON files of this package, with errors that name the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from optim_redist.errors import RedistError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RedistError(f"{path} is no JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise RedistError(f"{path}: an object of this package, got a JSON {type(data).__name__}")
+    return data
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn errors over missing or mistyped content of a file into a ``RedistError`` that names the file."""
+    try:
+        yield
+    except RedistError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise RedistError(f"{path} is damaged: {type(error).__name__}: {error}") from error
