@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import NamedTuple
 
 from optim_redist._mesh import coordinates, grid_points
 from optim_redist.index_sets import EMPTY, IndexSet
@@ -193,6 +194,14 @@ def _grid_with_idle(used: list[int], total: int) -> list[int]:
     return found
 
 
+class _Term(NamedTuple):
+    """A digit of the coordinate on a grid axis, whose steps lie ``stride`` places apart."""
+
+    stride: int
+    size: int
+    axis: int
+
+
 def _as_mesh(grid: Sequence[int], order: Sequence[int]) -> tuple[Mesh, list[tuple[int, ...]]]:
     """A mesh over the ranks of ``order`` (row-major over ``grid``) and the mesh axes of every grid axis.
 
@@ -204,16 +213,19 @@ def _as_mesh(grid: Sequence[int], order: Sequence[int]) -> tuple[Mesh, list[tupl
     for size in grid:
         step //= size
         steps.append(step)
-    terms: list[tuple[int, int, int]] = []  # (stride, size, grid axis)
+    # for every grid axis, the place of the rank at each of its coordinates, all others being 0
+    places = [[place[order[c * step]] for c in range(size)] for size, step in zip(grid, steps)]
+    terms: list[_Term] = []
     if order[0] == min(order):
-        for axis, (size, step) in enumerate(zip(grid, steps)):
-            terms += ((stride, n, axis) for stride, n in _strided_terms([place[order[c * step]] for c in range(size)]))
+        terms = [term for axis, at in enumerate(places) for term in _strided_terms(axis, at)]
     terms.sort(reverse=True)
-    mesh = Mesh([n for _, n, _ in terms], ranks=sorted(order)) if prod(n for _, n, _ in terms) == len(order) else None
-    if mesh is not None:
-        factors = [tuple(j for j, term in enumerate(terms) if term[2] == axis) for axis in range(len(grid))]
-        # within a grid axis, major to minor is the order in which its coordinate counts, not the order of strides
-        factors = [_by_weight(axes, terms, grid[k], steps[k], order, place) for k, axes in enumerate(factors)]
+    sizes = [term.size for term in terms]
+    if prod(sizes) == len(order):
+        mesh, factors = Mesh(sizes, ranks=sorted(order)), []
+        for axis, at in enumerate(places):
+            # within a grid axis, major to minor is the order in which its coordinate counts, not the order of strides
+            own = [j for j, term in enumerate(terms) if term.axis == axis]
+            factors.append(tuple(sorted(own, key=lambda j: -at.index(terms[j].stride))))
         if _matches(mesh, factors, grid, order):
             return mesh, factors
     mesh = Mesh([n for n in grid if n > 1], ranks=order)
@@ -221,8 +233,8 @@ def _as_mesh(grid: Sequence[int], order: Sequence[int]) -> tuple[Mesh, list[tupl
     return mesh, [(next(numbers),) if n > 1 else () for n in grid]
 
 
-def _strided_terms(places: list[int]) -> list[tuple[int, int]]:
-    """(stride, size) of the mixed-radix digits of a coordinate at these places, minor first; empty if it has none."""
+def _strided_terms(axis: int, places: list[int]) -> list[_Term]:
+    """The mixed-radix digits of a grid axis with coordinates at these places, minor first; empty if it has none."""
     terms, unit = [], 1
     while unit < len(places):
         stride = places[unit]
@@ -233,22 +245,9 @@ def _strided_terms(places: list[int]) -> list[tuple[int, int]]:
             size -= 1
         if size == 1:
             return []
-        terms.append((stride, size))
+        terms.append(_Term(stride, size, axis))
         unit *= size
     return terms
-
-
-def _by_weight(
-    axes: tuple[int, ...],
-    terms: list[tuple[int, int, int]],
-    size: int,
-    step: int,
-    order: Sequence[int],
-    place: Mapping[int, int],
-) -> tuple[int, ...]:
-    """The mesh axes of one grid axis, major to minor in its coordinate."""
-    weight = {place[order[c * step]]: c for c in reversed(range(size))}
-    return tuple(sorted(axes, key=lambda j: -weight.get(terms[j][0], 0)))
 
 
 def _matches(mesh: Mesh, factors: list[tuple[int, ...]], grid: Sequence[int], order: Sequence[int]) -> bool:
