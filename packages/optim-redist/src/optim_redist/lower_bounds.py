@@ -123,7 +123,14 @@ def bounds_of(problem: Problem, topology: Topology | None = None, *, itemsize: i
     reduction = _reduction_bound(problem)
     lb = max(recv, send, reduction)
     kind: BoundKind = "receive" if lb == recv else "send" if lb == send else "reduction"
-    cuts = _cuts(problem, topology, needless=lb == 0 and problem.num_contributions == 1)
+    # where no rank lacks anything, nothing has to cross a border, and it takes no counting
+    nothing_moves = lb == 0 and problem.num_contributions == 1
+    cuts = tuple(
+        [
+            Cut(level, group.ranks, *((0, 0) if nothing_moves else group.crossing()), bandwidth)
+            for level, group, bandwidth in _borders(problem, topology)
+        ]
+    )
     seconds = 0.0
     if topology is not None and lb:
         crossing = [max(c.inbound, c.outbound) * itemsize / c.bandwidth for c in cuts if c.bandwidth]
@@ -209,23 +216,18 @@ def _reduction_bound(problem: Problem) -> int:
     return -(-transfers // len(problem.ranks))
 
 
-def _cuts(problem: Problem, topology: Topology | None, *, needless: bool) -> tuple[Cut, ...]:
-    """What must cross the borders of groups; zeros if ``needless``, since then no rank lacks anything."""
-    groups: list[tuple[str, Inside, float | None]] = []
+def _borders(problem: Problem, topology: Topology | None) -> list[tuple[str, Inside, float | None]]:
+    """(level, group, bandwidth) of the topology's groups, and of source and target if their ranks differ."""
+    found: list[tuple[str, Inside, float | None]] = []
     if topology is not None and topology.levels:
         bandwidths = {level.name: level.bandwidth for level in topology.levels}
-        for level, found in problem.groups(topology).levels.items():
-            groups += [(level, group, bandwidths[level]) for group in found]
+        for level, groups in problem.groups(topology).levels.items():
+            found += [(level, group, bandwidths[level]) for group in groups]
     sources, targets = problem.src.mesh.ranks, problem.dst.mesh.ranks
     if sources != targets and set(sources) != set(targets):
         for side, ranks in (("source", sources), ("target", targets)):
-            groups.append((side, Inside(problem, tuple(sorted(ranks))), None))
-    return tuple(
-        [
-            Cut(name, group.ranks, *((0, 0) if needless else group.crossing()), bandwidth)
-            for name, group, bandwidth in groups
-        ]
-    )
+            found.append((side, Inside(problem, tuple(sorted(ranks))), None))
+    return found
 
 
 def crossing(problem: Problem, ranks: Sequence[int]) -> tuple[int, int]:
