@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from optim_redist._running.collectives import Team, Waitable
-from optim_redist._running.rank_program import Message
+from optim_redist._running.rank_program import LOCAL, Message
 from optim_redist._running.views import FLAT, Copies, View, as_bits, buffers_of, view_of
 from optim_redist.index_sets import aligned_runs
 from optim_redist.moves import Which
@@ -75,7 +75,7 @@ class NativeReduction:
             return None
         op = next(iter(ops - {"avg"}), "sum")
         scale = prod(count for name, count in problem.reduced if name == "avg")
-        parts = Message(-1)
+        parts = Message(LOCAL)
         if problem.dst_replicas == len(everyone):
             return cls("all_reduce", op, scale, parts)
         sizes = {problem.num_needed(point) for point in problem.dst_points.values()}

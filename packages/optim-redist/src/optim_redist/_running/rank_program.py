@@ -22,6 +22,7 @@ from optim_redist.moves import Phase, Transfer, Which
 from optim_redist.problem import Problem
 
 Piece = tuple[Run, ...]
+LOCAL = -1  # in place of a peer: no message, the pieces stay within this rank
 
 
 def _as_view(piece: Piece, strides: Sequence[int]) -> View:
@@ -41,7 +42,7 @@ def _as_view(piece: Piece, strides: Sequence[int]) -> View:
 
 @dataclass
 class Message:
-    """What travels between this rank and ``peer`` in one phase; with ``peer`` = -1, what is copied within this rank.
+    """What travels between this rank and ``peer`` in one phase; with ``peer`` = LOCAL, what is copied within this rank.
 
     Attributes:
         pieces: places in the tensor, in the order in which they lie in the buffer.
@@ -98,8 +99,8 @@ class RankPhase:
     name: str
     sends: list[Message] = field(default_factory=list)
     receives: list[Message] = field(default_factory=list)
-    stays_from: Message = field(default_factory=lambda: Message(-1))
-    stays_to: Message = field(default_factory=lambda: Message(-1))
+    stays_from: Message = field(default_factory=lambda: Message(LOCAL))
+    stays_to: Message = field(default_factory=lambda: Message(LOCAL))
     _bound: dict[tuple[Rows, Rows, bool, bool], Bound] = field(default_factory=dict)
 
     def bind(self, src: Rows, dst: Rows, itemsize: int, *, separate: bool, in_place: bool) -> Bound:
