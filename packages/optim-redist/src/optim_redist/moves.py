@@ -20,6 +20,7 @@ from optim_redist.layout import Layout
 from optim_redist.problem import Problem
 
 Which = Literal["src", "dst"]  # which of a rank's tensors: its part of the source, or of the target
+FINISHED = -1  # in place of a contribution's number: no reduction is pending, or it is done
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,14 @@ class Transfer:
     Attributes:
         box: index sets of the global tensor's dimensions, then of the axes whose contributions are kept.
         read: where the sender finds it: in its source tensor or in the part of its target that an earlier phase filled.
-        contribution: which of the pending contributions it carries; -1 for finished values.
+        contribution: which of the pending contributions it carries; FINISHED for finished values.
     """
 
     sender: int
     receiver: int
     box: Box
     read: Which = "src"
-    contribution: int = -1
+    contribution: int = FINISHED
 
     @property
     def num_elements(self) -> int:

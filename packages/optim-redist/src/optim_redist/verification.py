@@ -27,7 +27,7 @@ from optim_redist.boxes import Box, DisjointBoxes, volume
 from optim_redist.errors import RedistError
 from optim_redist.index_sets import intersect, size
 from optim_redist.lower_bounds import bounds_of, crossing
-from optim_redist.moves import Phase, Step, Transfer, added_up
+from optim_redist.moves import FINISHED, Phase, Step, Transfer, added_up
 from optim_redist.ownership import same_ownership
 from optim_redist.problem import Problem
 
@@ -51,14 +51,14 @@ class Verification:
 
 @dataclass
 class _Target:
-    """What has arrived at one rank: boxes by contribution, -1 for finished values."""
+    """What has arrived at one rank: boxes by contribution, FINISHED for finished values."""
 
     arrived: dict[int, DisjointBoxes] = field(default_factory=lambda: defaultdict(DisjointBoxes))
 
     @property
     def finished(self) -> tuple[DisjointBoxes, DisjointBoxes]:
         """Complete boxes: of finished values, and of contribution 0, with which all others arrive."""
-        return self.arrived[-1], self.arrived[0]
+        return self.arrived[FINISHED], self.arrived[0]
 
 
 def verify(plan: Plan) -> Verification:
@@ -137,7 +137,7 @@ def _check_sender(problem: Problem, targets: dict[int, _Target], transfer: Trans
         held = problem.held(transfer.sender)
         if held is None or not _inside(transfer.box, held):
             raise RedistError(f"{where()}, which it does not hold")
-        expected = problem.contribution[transfer.sender] if problem.num_contributions > 1 else -1
+        expected = problem.contribution[transfer.sender] if problem.num_contributions > 1 else FINISHED
         if transfer.contribution != expected:
             raise RedistError(f"{where()} as contribution {transfer.contribution}, it holds contribution {expected}")
         return
@@ -145,7 +145,7 @@ def _check_sender(problem: Problem, targets: dict[int, _Target], transfer: Trans
     arrived = 0 if target is None else sum(boxes.num_common(transfer.box) for boxes in target.finished)
     if arrived != volume(transfer.box):
         raise RedistError(f"{where()}, which has not arrived there by then")
-    if transfer.contribution != -1:
+    if transfer.contribution != FINISHED:
         raise RedistError(f"{where()} as a contribution, though it is finished")
 
 
@@ -158,7 +158,7 @@ def _receive(problem: Problem, targets: dict[int, _Target], transfer: Transfer, 
         raise RedistError(f"{where()}, which does not need it")
     arrived = targets[transfer.receiver].arrived
     # a finished value counts as a second one where contributions have arrived, and the other way round
-    other = 0 if transfer.contribution == -1 else -1
+    other = 0 if transfer.contribution == FINISHED else FINISHED
     if any(arrived[number].num_common(transfer.box) for number in (transfer.contribution, other)):
         raise RedistError(f"{where()} a second time")
     arrived[transfer.contribution].add(transfer.box)
@@ -168,7 +168,7 @@ def _check_combined(problem: Problem, phase: Phase) -> None:
     """Every phase combines what it brings, so all contributions to an element have to arrive in one phase."""
     came: dict[int, dict[int, list[Box]]] = {}
     for t in phase.transfers:
-        if t.contribution >= 0:
+        if t.contribution != FINISHED:
             came.setdefault(t.receiver, {}).setdefault(t.contribution, []).append(t.box)
     for rank, boxes in came.items():
         reduced = DisjointBoxes(boxes.get(0, ()))

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from optim_redist._inside import Part
 from optim_redist._methods.direct import take_more
 from optim_redist.cost import Topology
-from optim_redist.moves import Phase, Volumes
+from optim_redist.moves import FINISHED, Phase, Volumes
 from optim_redist.problem import Problem
 
 
@@ -104,7 +104,7 @@ def listed(phase: Phase, topology: Topology) -> Volumes:
     borders: dict[str, int] = {}
     for (level, _), crossing in border_volumes(phase, topology).items():
         borders[level] = max(borders.get(level, 0), *crossing)
-    reduces = any(transfer.contribution >= 0 for transfer in phase.transfers)
+    reduces = any(transfer.contribution != FINISHED for transfer in phase.transfers)
     return Volumes(phase.name, phase.sent(), phase.received(), borders, reduces)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from optim_redist.boxes import Box, cut, fair_shares, volume
 from optim_redist.cost import Topology
-from optim_redist.moves import Phase, Transfer
+from optim_redist.moves import FINISHED, Phase, Transfer
 from optim_redist.problem import Point, Problem
 
 Demand = tuple[int, Box]  # the rank that needs it, and the box
@@ -28,7 +28,7 @@ def direct_phases(problem: Problem, topology: Topology | None = None, *, nearest
     for (point, contribution), holders in problem.holders.items():
         asked = demands[point, contribution]
         dealt = share(asked, holders) if near is None else _share_near(asked, holders, near, room)
-        number = contribution if problem.num_contributions > 1 else -1
+        number = contribution if problem.num_contributions > 1 else FINISHED
         transfers += (Transfer(sender, receiver, box, contribution=number) for sender, (receiver, box) in dealt)
     return [Phase.of("exchange", transfers)]
 
@@ -40,7 +40,7 @@ def stays(problem: Problem, ranks: Iterable[int] | None = None) -> Iterator[Tran
         src, dst = problem.src_points.get(rank), problem.dst_points.get(rank)
         box = None if src is None or dst is None else problem.common(src, dst)
         if box is not None:
-            yield Transfer(rank, rank, box, contribution=problem.contribution[rank] if reduces else -1)
+            yield Transfer(rank, rank, box, contribution=problem.contribution[rank] if reduces else FINISHED)
 
 
 def demands_of(problem: Problem, point: Point, contribution: int) -> list[Demand]:

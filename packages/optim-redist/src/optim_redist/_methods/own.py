@@ -24,7 +24,7 @@ from optim_redist._methods.direct import demands_of, stays
 from optim_redist._methods.relay import relay_phases_on
 from optim_redist.boxes import Box, cut, fair_shares, volume
 from optim_redist.cost import Topology
-from optim_redist.moves import Phase, Stage, Transfer
+from optim_redist.moves import FINISHED, Phase, Stage, Transfer
 from optim_redist.problem import Point, Problem
 
 
@@ -59,7 +59,7 @@ def _dealt(problem: Problem, rank: int) -> Iterator[Transfer]:
     src, dst = problem.src_points.get(rank), problem.dst_points.get(rank)
     if src is not None:
         own = src, problem.contribution[rank]
-        holders, number = problem.holders[own], own[1] if reduces else -1
+        holders, number = problem.holders[own], own[1] if reduces else FINISHED
         ends, begin = _ends(problem, own), 0
         for receiver, box in demands_of(problem, *own):
             for sender, piece in _pieces(box, begin, holders, ends):
@@ -73,7 +73,7 @@ def _dealt(problem: Problem, rank: int) -> Iterator[Transfer]:
             if rank not in holders:
                 begin = _begin(problem, part, rank) if len(holders) > 1 else 0
                 for sender, piece in _pieces(box, begin, holders, _ends(problem, part)):
-                    yield Transfer(sender, rank, piece, contribution=contribution if reduces else -1)
+                    yield Transfer(sender, rank, piece, contribution=contribution if reduces else FINISHED)
 
 
 def _ends(problem: Problem, part: Part) -> list[int]:

@@ -89,7 +89,7 @@ class NativeReduction:
             if any(len(pieces) != 1 for pieces in runs):
                 return None
             for choice in product(*runs):
-                parts.add(tuple(piece[0] for piece in choice), "src", -1)
+                parts.add(tuple(piece[0] for piece in choice), "src", problem.contribution[rank])
         return cls("reduce_scatter", op, scale, parts)
 
     def start(self, x: Tensor, target: Tensor, team: Team) -> tuple[Waitable | None, Tensor]:

@@ -47,7 +47,7 @@ class Message:
     Attributes:
         pieces: places in the tensor, in the order in which they lie in the buffer.
         read: for each piece, in which of the sender's tensors it lies.
-        contributions: which contribution each piece carries, -1 for finished values.
+        contributions: which contribution each piece carries, FINISHED for finished values.
         num_elements: elements of all pieces.
     """
 

@@ -17,7 +17,7 @@ from optim_redist._methods.own import own_phases
 from optim_redist._running.rank_program import Bound, Message, rank_phases
 from optim_redist._running.reduction import Reduction, fill_identity
 from optim_redist._running.views import Copy, Rows, as_bits, bits_type, copy_together, copy_views, view_of
-from optim_redist.moves import Phase, Which
+from optim_redist.moves import FINISHED, Phase, Which
 from optim_redist.problem import Problem
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def stage_programs(plan: Plan, rank: int, *, separate: bool = False) -> list[Sta
             phases, reducing = own
         else:
             phases = plan.phases[number][1]
-            reducing = [any(t.contribution >= 0 for t in phase.transfers) for phase in phases]
+            reducing = [any(t.contribution != FINISHED for t in phase.transfers) for phase in phases]
         found.append(
             StageProgram(
                 problem,
