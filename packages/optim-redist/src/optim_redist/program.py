@@ -162,13 +162,13 @@ class Program:
                 continue
             for k, phase in enumerate(stage.phases):
                 with self._in_step(phase):
-                    sends, receives, unpacked = stage.begin(k, x, target, device)
+                    sends, receives, receive_buffer = stage.begin(k, x, target, device)
                     work = self._exchange(phase, sends, receives, device) if self.plan.communicates else None
                     stage.local(k, x, target)
                     yield work
-                    stage.finish(k, unpacked, x, target)
+                    stage.finish(k, receive_buffer, x, target)
                     # free these buffers before the next round allocates its own
-                    del sends, receives, unpacked, work
+                    del sends, receives, receive_buffer, work
             x = target
             _give_up(given)
         return x if out is None else out
@@ -180,11 +180,11 @@ class Program:
         sends, kept = stage.pack_all(x, device)
         _give_up(x)
         target = stage.allocate(device) if out is None else out
-        receives, unpacked = stage.receive_buffers(0, x, target, device)
+        receives, receive_buffer = stage.receive_buffers(0, x, target, device)
         work = self._exchange(stage.phases[0], sends, receives, device)
         stage.unpack_kept(kept, target)
         yield work
-        stage.finish(0, unpacked, x, target)
+        stage.finish(0, receive_buffer, x, target)
         return target
 
     def _run_native(

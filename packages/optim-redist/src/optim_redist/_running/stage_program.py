@@ -94,10 +94,8 @@ class StageProgram:
     ) -> tuple[list[Tensor], Tensor]:
         """The buffers to receive phase k into, and the phase's own receive buffer; of ``src`` only the form is read."""
         bound, target = self._bind(k, src, dst), _bits(dst)
-        unpacked = torch.empty(bound.num_unpacked, dtype=self.bits, device=device)
-        return [
-            view_of(unpacked if which is None else cast(Tensor, target), v) for which, v in bound.receives
-        ], unpacked
+        buffer = torch.empty(bound.num_unpacked, dtype=self.bits, device=device)
+        return [view_of(buffer if which is None else cast(Tensor, target), v) for which, v in bound.receives], buffer
 
     def pack_all(self, src: Tensor | None, device: torch.device) -> tuple[list[Tensor], Tensor]:
         """Copies of what the only phase sends, and of what it keeps; nothing reads the source after that."""
@@ -135,14 +133,14 @@ class StageProgram:
         here: dict[Which, Tensor | None] = {"src": _bits(src)}
         return self._bind(k, src, dst).stays.between(here, _bits(dst))
 
-    def finish(self, k: int, unpacked: Tensor, src: Tensor | None, dst: Tensor | None) -> None:
+    def finish(self, k: int, buffer: Tensor, src: Tensor | None, dst: Tensor | None) -> None:
         """Unpack what phase k brought into the buffer of ``begin``."""
         if self._reduces(k):
             if dst is not None:
-                self.combine(k, slots(self.phases[k].receives, unpacked), src, dst)
+                self.combine(k, slots(self.phases[k].receives, buffer), src, dst)
         else:
             # the buffer takes the place of the source
-            self._bind(k, src, dst).unpacks.run({"src": unpacked}, _bits(dst))
+            self._bind(k, src, dst).unpacks.run({"src": buffer}, _bits(dst))
         self.end(k, dst)
 
     def combine(self, k: int, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor) -> None:
