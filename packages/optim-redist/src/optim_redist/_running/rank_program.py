@@ -56,7 +56,7 @@ class Message:
     read: list[Which] = field(default_factory=list)
     contributions: list[int] = field(default_factory=list)
     num_elements: int = 0
-    _bound: dict[tuple[int, ...], list[View]] = field(default_factory=dict)
+    _views: dict[tuple[int, ...], list[View]] = field(default_factory=dict)
 
     def add(self, piece: Piece, read: Which, contribution: int) -> None:
         self.pieces.append(piece)
@@ -66,14 +66,14 @@ class Message:
 
     def views(self, strides: tuple[int, ...]) -> list[View]:
         """The pieces' views in a tensor of these strides."""
-        if strides not in self._bound:
-            self._bound[strides] = [_as_view(piece, strides) for piece in self.pieces]
-        return self._bound[strides]
+        if strides not in self._views:
+            self._views[strides] = [_as_view(piece, strides) for piece in self.pieces]
+        return self._views[strides]
 
 
 @dataclass(frozen=True)
-class Bound:
-    """One phase for tensors of given shapes and strides: every buffer and view it needs.
+class PhaseViews:
+    """Every buffer and view that one phase needs for tensors of given shapes and strides.
 
     Attributes:
         sends, receives: for every buffer of the exchange, the tensor in whose memory it lies (None: the phase's own
@@ -101,35 +101,35 @@ class RankPhase:
     receives: list[Message] = field(default_factory=list)
     stays_from: Message = field(default_factory=lambda: Message(LOCAL))
     stays_to: Message = field(default_factory=lambda: Message(LOCAL))
-    _bound: dict[tuple[Rows, Rows, bool, bool], Bound] = field(default_factory=dict)
+    _known: dict[tuple[Rows, Rows, bool, bool], PhaseViews] = field(default_factory=dict)
 
-    def bind(self, src: Rows, dst: Rows, itemsize: int, *, separate: bool, in_place: bool) -> Bound:
+    def views_for(self, src: Rows, dst: Rows, itemsize: int, *, separate: bool, in_place: bool) -> PhaseViews:
         """The phase's buffers and views for a source and a target of these shapes and strides.
 
         With ``separate`` every message has a buffer of its own, and a message whose pieces are one piece of memory is
         sent and received there without a copy; else all messages share one buffer. ``in_place`` allows receiving
         straight into the target.
         """
-        known = self._bound.get((src, dst, separate, in_place))
-        if known is None:
-            known = self._bound[src, dst, separate, in_place] = self._bind(src, dst, itemsize, separate, in_place)
-        return known
+        found = self._known.get((src, dst, separate, in_place))
+        if found is None:
+            found = self._known[src, dst, separate, in_place] = self._make_views(src, dst, itemsize, separate, in_place)
+        return found
 
-    def _bind(self, src: Rows, dst: Rows, itemsize: int, separate: bool, in_place: bool) -> Bound:
+    def _make_views(self, src: Rows, dst: Rows, itemsize: int, separate: bool, in_place: bool) -> PhaseViews:
         strides: dict[Which, tuple[int, ...]] = {"src": src[1], "dst": dst[1]}
         outgoing = [
             [(read, message.views(strides[read])[k]) for k, read in enumerate(message.read)] for message in self.sends
         ]
         incoming: list[list[tuple[Which, View]]] = [[("dst", view) for view in m.views(dst[1])] for m in self.receives]
-        sends, packed, num_packed = buffers_of(outgoing, separate=separate, in_place=True, shared=True)
-        receives, unpacked, num_unpacked = buffers_of(incoming, separate=separate, in_place=in_place)
-        return Bound(
+        sends, packs, num_packed = buffers_of(outgoing, separate=separate, in_place=True, shared=True)
+        receives, unpacks, num_unpacked = buffers_of(incoming, separate=separate, in_place=in_place)
+        return PhaseViews(
             sends=sends,
             receives=receives,
-            packs=Copies(packed, itemsize, [FLAT, *({"src": src, "dst": dst}[w] for w in {p[0] for p in packed})]),
+            packs=Copies(packs, itemsize, [FLAT, *({"src": src, "dst": dst}[w] for w in {p[0] for p in packs})]),
             num_packed=num_packed,
             # from the buffer, which takes the place of the source, to the target
-            unpacks=Copies([("src", slot, view) for _, view, slot in unpacked], itemsize, [FLAT, dst]),
+            unpacks=Copies([("src", slot, view) for _, view, slot in unpacks], itemsize, [FLAT, dst]),
             num_unpacked=num_unpacked,
             stays=Copies(
                 [("src", a, b) for a, b in zip(self.stays_from.views(src[1]), self.stays_to.views(dst[1]))],

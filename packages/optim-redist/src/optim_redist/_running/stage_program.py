@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from optim_redist._methods.own import own_phases
-from optim_redist._running.rank_program import Bound, Message, rank_phases
+from optim_redist._running.rank_program import Message, PhaseViews, rank_phases
 from optim_redist._running.reduction import Reduction, fill_identity
 from optim_redist._running.views import Copy, Rows, as_bits, bits_type, copy_together, copy_views, view_of
 from optim_redist.moves import FINISHED, Phase, Which
@@ -82,30 +82,30 @@ class StageProgram:
         self, k: int, src: Tensor | None, dst: Tensor | None, device: torch.device
     ) -> tuple[list[Tensor], list[Tensor], Tensor]:
         """Pack phase k; returns the buffers to send, those to receive into, and the phase's own receive buffer."""
-        bound = self._bind(k, src, dst)
+        views = self._views(k, src, dst)
         tensors: dict[Which, Tensor | None] = {"src": _bits(src), "dst": _bits(dst)}
-        packed = torch.empty(bound.num_packed, dtype=self.bits, device=device)
-        bound.packs.run(tensors, packed)
-        sends = [view_of(packed if which is None else cast(Tensor, tensors[which]), v) for which, v in bound.sends]
+        packed = torch.empty(views.num_packed, dtype=self.bits, device=device)
+        views.packs.run(tensors, packed)
+        sends = [view_of(packed if which is None else cast(Tensor, tensors[which]), v) for which, v in views.sends]
         return (sends, *self.receive_buffers(k, src, dst, device))
 
     def receive_buffers(
         self, k: int, src: Tensor | None, dst: Tensor | None, device: torch.device
     ) -> tuple[list[Tensor], Tensor]:
         """The buffers to receive phase k into, and the phase's own receive buffer; of ``src`` only the form is read."""
-        bound, target = self._bind(k, src, dst), _bits(dst)
-        buffer = torch.empty(bound.num_unpacked, dtype=self.bits, device=device)
-        return [view_of(buffer if which is None else cast(Tensor, target), v) for which, v in bound.receives], buffer
+        views, target = self._views(k, src, dst), _bits(dst)
+        own = torch.empty(views.num_unpacked, dtype=self.bits, device=device)
+        return [view_of(own if which is None else cast(Tensor, target), v) for which, v in views.receives], own
 
     def pack_all(self, src: Tensor | None, device: torch.device) -> tuple[list[Tensor], Tensor]:
         """Copies of what the only phase sends, and of what it keeps; nothing reads the source after that."""
         like = None if self.dst_shape is None else torch.empty(self.dst_shape, dtype=self.dtype, device="meta")
-        bound, source, stays = self._bind(0, src, like), _bits(src), self.phases[0].stays_from
-        packed = torch.empty(bound.num_packed, dtype=self.bits, device=device)
-        bound.packs.run({"src": source}, packed)
+        views, source, stays = self._views(0, src, like), _bits(src), self.phases[0].stays_from
+        packed = torch.empty(views.num_packed, dtype=self.bits, device=device)
+        views.packs.run({"src": source}, packed)
         sends = [
             view_of(packed, v) if which is None else view_of(cast(Tensor, source), v).clone()
-            for which, v in bound.sends
+            for which, v in views.sends
         ]
         kept = torch.empty(stays.num_elements, dtype=self.bits, device=device)
         copy_together(self.packing(stays, kept, src, None))
@@ -131,16 +131,16 @@ class StageProgram:
         if not self.phases[k].stays_from.pieces or self._reduces(k):
             return []
         here: dict[Which, Tensor | None] = {"src": _bits(src)}
-        return self._bind(k, src, dst).stays.between(here, _bits(dst))
+        return self._views(k, src, dst).stays.between(here, _bits(dst))
 
-    def finish(self, k: int, buffer: Tensor, src: Tensor | None, dst: Tensor | None) -> None:
+    def finish(self, k: int, receive_buffer: Tensor, src: Tensor | None, dst: Tensor | None) -> None:
         """Unpack what phase k brought into the buffer of ``begin``."""
         if self._reduces(k):
             if dst is not None:
-                self.combine(k, slots(self.phases[k].receives, buffer), src, dst)
+                self.combine(k, slots(self.phases[k].receives, receive_buffer), src, dst)
         else:
             # the buffer takes the place of the source
-            self._bind(k, src, dst).unpacks.run({"src": buffer}, _bits(dst))
+            self._views(k, src, dst).unpacks.run({"src": receive_buffer}, _bits(dst))
         self.end(k, dst)
 
     def combine(self, k: int, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor) -> None:
@@ -187,8 +187,8 @@ class StageProgram:
             yield view_of(target, view), slot[place : place + size].view(view[0])
             place += size
 
-    def _bind(self, k: int, src: Tensor | None, dst: Tensor | None) -> Bound:
-        return self.phases[k].bind(
+    def _views(self, k: int, src: Tensor | None, dst: Tensor | None) -> PhaseViews:
+        return self.phases[k].views_for(
             _rows(src), _rows(dst), self.dtype.itemsize, separate=self.separate, in_place=not self._reduces(k)
         )
 
