@@ -29,9 +29,16 @@ def in_rounds(problem: Problem, phase: Phase, num_rounds: int, numbers: Sequence
     if num_rounds == 1:
         return [phase]
     if problem.num_contributions > 1:
-        return _by_target(problem, phase, num_rounds)
+        rounds = _rounds_of_reduction(problem, phase, num_rounds)
+    else:
+        rounds = _rounds_of_values(phase, num_rounds, range(len(phase.transfers)) if numbers is None else numbers)
+    return [Phase.of(phase.name, transfers) for transfers in rounds]
+
+
+def _rounds_of_values(phase: Phase, num_rounds: int, numbers: Sequence[int]) -> list[list[Transfer]]:
+    """The transfers of every round, where each box is cut by itself."""
     rounds: list[list[Transfer]] = [[] for _ in range(num_rounds)]
-    for number, transfer in enumerate(phase.transfers) if numbers is None else zip(numbers, phase.transfers):
+    for number, transfer in zip(numbers, phase.transfers):
         if transfer.sender == transfer.receiver:
             # local copies need no buffer: all in the first round
             rounds[0].append(transfer)
@@ -39,17 +46,17 @@ def in_rounds(problem: Problem, phase: Phase, num_rounds: int, numbers: Sequence
         points = _points(transfer.box, num_rounds, number % num_rounds)
         for taking, boxes in zip(rounds, cut(transfer.box, points)):
             taking += (Transfer(transfer.sender, transfer.receiver, box, transfer.read) for box in boxes)
-    return [Phase.of(phase.name, transfers) for transfers in rounds]
+    return rounds
 
 
 def fullest_round(problem: Problem, phase: Phase, num_rounds: int) -> dict[int, int]:
     """For every rank, the most elements that it sends and receives in any one round; boxes are not cut for this."""
-    by_target = _sizes_by_target(problem, num_rounds) if problem.num_contributions > 1 else None
+    sizes_of = _sizes_of_reduction(problem, num_rounds) if problem.num_contributions > 1 else None
     totals: dict[int, list[int]] = {}
     for number, transfer in enumerate(phase.transfers):
         if transfer.sender != transfer.receiver:
-            if by_target is not None:
-                parts = by_target(transfer)
+            if sizes_of is not None:
+                parts = sizes_of(transfer)
             else:
                 points = _points(transfer.box, num_rounds, number % num_rounds)
                 parts = [stop - start for start, stop in pairwise(points)]
@@ -94,10 +101,11 @@ def longest_dim(problem: Problem) -> int | None:
     return max(range(len(problem.overlaps)), key=lambda k: max(problem.overlaps[k].dst.sizes), default=None)
 
 
-def _by_target(problem: Problem, phase: Phase, num_rounds: int) -> list[Phase]:
+def _rounds_of_reduction(problem: Problem, phase: Phase, num_rounds: int) -> list[list[Transfer]]:
+    """The transfers of every round, where the target is cut; all of a scalar comes in the first."""
     longest = longest_dim(problem)
     if longest is None:
-        return [phase, *(Phase(phase.name, ()) for _ in range(num_rounds - 1))]
+        return [list(phase.transfers), *([] for _ in range(num_rounds - 1))]
     slabs = [_equal_parts(held, num_rounds) for held in problem.overlaps[longest].dst.sets]
     rounds: list[list[Transfer]] = [[] for _ in range(num_rounds)]
     for t in phase.transfers:
@@ -106,11 +114,11 @@ def _by_target(problem: Problem, phase: Phase, num_rounds: int) -> list[Phase]:
             if part:
                 box = (*t.box[:longest], part, *t.box[longest + 1 :])
                 taking.append(Transfer(t.sender, t.receiver, box, t.read, t.contribution))
-    return [Phase.of(phase.name, transfers) for transfers in rounds]
+    return rounds
 
 
-def _sizes_by_target(problem: Problem, num_rounds: int) -> Callable[[Transfer], list[int]]:
-    """A function from a transfer to its elements in every round, as ``_by_target`` cuts it."""
+def _sizes_of_reduction(problem: Problem, num_rounds: int) -> Callable[[Transfer], list[int]]:
+    """A function from a transfer to its elements in every round, as ``_rounds_of_reduction`` cuts it."""
     longest = longest_dim(problem)
     known: dict[tuple[int, IndexSet], list[int]] = {}
 
