@@ -10,7 +10,7 @@ import pytest
 from redist_cases import FAMILIES, Case, random_case
 
 from optim_redist import CommModel, Layout, Mesh, Topology, bounds, plan, plan_text, verify
-from optim_redist._methods.borders import crossings, listed
+from optim_redist._methods.borders import crossings, volumes_of
 from optim_redist._methods.direct import direct_phases
 from optim_redist._methods.hierarchical import hierarchical_phases
 from optim_redist._methods.node_volumes import node_volumes
@@ -38,7 +38,7 @@ def test_one_exchange_crosses_what_its_transfers_cross(family: str) -> None:
         for topology in _topologies(case, seed):
             for nearest in (False, True):
                 (phase,) = direct_phases(problem, topology, nearest=nearest)
-                moved = listed(phase, topology)
+                moved = volumes_of(phase, topology)
                 borders, busiest = crossings(problem, topology, None if nearest else limits.direct_send)
                 assert borders == moved.borders
                 assert max(busiest, limits.direct_send) == max(moved.sent.values(), default=0)
@@ -58,7 +58,7 @@ def test_hierarchical_volumes_are_those_of_its_transfers() -> None:
             if nodes is None:
                 left_to_lists += 1
                 continue
-            phases = [listed(phase, topology) for phase in hierarchical_phases(problem, topology)]
+            phases = [volumes_of(phase, topology) for phase in hierarchical_phases(problem, topology)]
             assert [_rank_by_rank(moved) for moved in nodes.exchanges] == [_rank_by_rank(moved) for moved in phases]
             said += 1
     assert said > 300

@@ -30,7 +30,7 @@ from optim_redist import (
 )
 from optim_redist._methods.chunked import fullest_round, in_rounds
 from optim_redist._methods.direct import direct_phases
-from optim_redist._methods.exchanges import Direct, Listed, relayed
+from optim_redist._methods.exchanges import DirectExchange, Exchange, relayed
 from optim_redist._methods.relay import relay_phases
 from optim_redist.boxes import Box, DisjointBoxes, cut, intersect_boxes, volume
 from optim_redist.execute import program_for
@@ -242,12 +242,12 @@ def test_what_an_exchange_moves_needs_no_list_of_transfers(topology: Topology) -
         problem = Problem(*case)
         phases, found = [], []
         if not topology.levels or problem.src_replicas == 1:
-            phases, found = direct_phases(problem, topology), [Direct(problem, topology)]
+            phases, found = direct_phases(problem, topology), [DirectExchange(problem, topology)]
         if problem.num_contributions > 1:
             relays += problem.src_replicas > 1
             phases, found = [*phases, *relay_phases(problem)], [*found, *relayed(problem, topology)]
         for phase, ours in zip(phases, found, strict=True):
-            known = Listed.of(problem, phase, topology)
+            known = Exchange.of(problem, phase, topology)
             assert ours.volumes.name == known.volumes.name
             assert ours.volumes.reduces == known.volumes.reduces or not phase.transfers
             for counts in ("sent", "received", "borders"):

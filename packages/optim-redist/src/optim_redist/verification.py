@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from optim_redist._methods.borders import listed
+from optim_redist._methods.borders import volumes_of
 from optim_redist._methods.packed import packed_peak
 from optim_redist.boxes import Box, DisjointBoxes, volume
 from optim_redist.errors import RedistError
@@ -103,7 +103,7 @@ def _peak(plan: Plan, number: int, problem: Problem, phases: Sequence[Phase]) ->
     if plan.stages[number].method == "packed":
         if not plan.donate:
             raise RedistError("only a donated source is packed and given up before the target is there")
-        return packed_peak(problem, listed(phases[0], plan.topology))
+        return packed_peak(problem, volumes_of(phases[0], plan.topology))
     # the caller's source stays while later stages run, unless it was given up
     aside = {} if plan.donate or not number else plan.phases[0][0].num_stored
     most = 0

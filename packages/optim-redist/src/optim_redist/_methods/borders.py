@@ -99,7 +99,7 @@ def _deal(
     return taken, served
 
 
-def listed(phase: Phase, topology: Topology) -> Volumes:
+def volumes_of(phase: Phase, topology: Topology) -> Volumes:
     """The volumes of a phase, from its transfers."""
     borders: dict[str, int] = {}
     for (level, _), crossing in border_volumes(phase, topology).items():

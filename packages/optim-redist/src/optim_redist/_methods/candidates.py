@@ -12,7 +12,7 @@ from typing import Literal
 from optim_redist._methods.borders import crossings
 from optim_redist._methods.chunked import in_rounds, largest_part
 from optim_redist._methods.direct import direct_phases
-from optim_redist._methods.exchanges import Direct, Listed, relayed
+from optim_redist._methods.exchanges import DirectExchange, Exchange, relayed
 from optim_redist._methods.forward import forward_phases
 from optim_redist._methods.hierarchical import hierarchical_phases
 from optim_redist._methods.node_volumes import node_volumes
@@ -51,13 +51,13 @@ def whole_phases(problem: Problem, method: str, topology: Topology) -> list[Phas
     raise RedistError(f"this version does not know the method {method!r} of the plan")
 
 
-def exchanges_of(problem: Problem, method: str, topology: Topology) -> Sequence[Listed]:
+def exchanges_of(problem: Problem, method: str, topology: Topology) -> Sequence[Exchange]:
     """The exchanges of a method, each in one piece, with what they move."""
     if is_in_order(problem, method, topology):
-        return [Direct(problem, topology)]
+        return [DirectExchange(problem, topology)]
     if method == "relay":
         return relayed(problem, topology)
-    return [Listed.of(problem, phase, topology) for phase in whole_phases(problem, method, topology)]
+    return [Exchange.of(problem, phase, topology) for phase in whole_phases(problem, method, topology)]
 
 
 def one_exchange(
@@ -143,7 +143,7 @@ def from_phases(method: str, request: Request, *, op: str | None = None) -> Cand
     return Candidate(method, (stage,), tuple(steps), max([*sent.values(), *received.values()], default=0))
 
 
-def _num_rounds(request: Request, exchanges: Sequence[Listed]) -> int:
+def _num_rounds(request: Request, exchanges: Sequence[Exchange]) -> int:
     """The rounds that keep every rank under the memory limit; 1 without a limit, or if rounds do not help.
 
     The first guess, from the memory that is left, is doubled until it suffices.

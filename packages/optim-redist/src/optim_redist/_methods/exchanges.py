@@ -18,7 +18,7 @@ from functools import cache
 from itertools import pairwise
 from math import prod
 
-from optim_redist._methods.borders import crossings, listed
+from optim_redist._methods.borders import crossings, volumes_of
 from optim_redist._methods.chunked import fullest_round, longest_dim, part_sizes, points_of, steps_of
 from optim_redist._methods.direct import direct_phases
 from optim_redist._methods.own import Receivers, is_in_order
@@ -30,15 +30,15 @@ from optim_redist.moves import Phase, Volumes
 from optim_redist.problem import Point, Problem
 
 
-class Listed:
+class Exchange:
     """An exchange with known volumes, whose transfers are made when first asked for."""
 
     def __init__(self, problem: Problem, volumes: Volumes, phase: Callable[[], Phase]) -> None:
         self._problem, self.volumes, self._made = problem, volumes, cache(phase)
 
     @classmethod
-    def of(cls, problem: Problem, phase: Phase, topology: Topology) -> Listed:
-        return cls(problem, listed(phase, topology), lambda: phase)
+    def of(cls, problem: Problem, phase: Phase, topology: Topology) -> Exchange:
+        return cls(problem, volumes_of(phase, topology), lambda: phase)
 
     def fullest_round(self, num_rounds: int) -> dict[int, int]:
         """For every rank, the most elements that it sends and receives in any one round."""
@@ -48,7 +48,7 @@ class Listed:
         return fullest_round(self._problem, self._made(), num_rounds)
 
 
-class Direct(Listed):
+class DirectExchange(Exchange):
     """The direct exchange dealt out in order, listed only for rounds in which several holders share a part."""
 
     def __init__(self, problem: Problem, topology: Topology) -> None:
@@ -63,11 +63,11 @@ class Direct(Listed):
         return super().fullest_round(num_rounds)
 
 
-def relayed(problem: Problem, topology: Topology) -> list[Listed]:
+def relayed(problem: Problem, topology: Topology) -> list[Exchange]:
     """The two exchanges of a relay."""
     made = cache(lambda: relay_phases(problem))
     reduce, hand_on = relay_volumes(problem, topology)[1]
-    return [Listed(problem, reduce, lambda: made()[0]), Listed(problem, hand_on, lambda: made()[1])]
+    return [Exchange(problem, reduce, lambda: made()[0]), Exchange(problem, hand_on, lambda: made()[1])]
 
 
 def _volumes(problem: Problem, topology: Topology) -> Volumes:
