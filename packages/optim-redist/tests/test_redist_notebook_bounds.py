@@ -83,7 +83,7 @@ def test_what_is_known_of_an_axis_never_lowers_the_estimate(cost_model):
             [
                 FREE,
                 *([HOME] if codes.with_home >> 3 * axis & 1 else ()),
-                *([] if codes.vague >> 3 * axis & 1 else [AWAY]),
+                *([] if codes.never_away >> 3 * axis & 1 else [AWAY]),
                 *([ACROSS] if codes.across >> 3 * axis & 1 else ()),
                 *([START] if axis in starts else ()),
             ]

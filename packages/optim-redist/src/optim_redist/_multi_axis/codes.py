@@ -11,8 +11,8 @@ move touches it. The code keeps one digit for the place of each axis:
 
 START matters if another axis has its home across that place, so that the other cannot come home before this one has
 left. ACROSS matters because a permutation brings an axis home only if the axis that it is exchanged with lies at its
-home. If two others of an axis's size have homes, ACROSS does not say at which of them the axis lies; such axes are
-vague, and their digit is ACROSS in place of AWAY.
+home. If two others of an axis's size have homes, ACROSS does not say at which of them the axis lies; such an axis
+is never AWAY, its digit is ACROSS in place of that.
 
 The code is the sum of ``digit << 3 * axis``. A set of axes is the sum of ``1 << 3 * axis``; so the low bits of a code
 are the axes that are astray (in use and not at home), and the low and middle bits together are the axes in use.
@@ -35,11 +35,11 @@ class Codes:
 
     Attributes:
         home: the places of the axes that the target uses.
-        goal: the target's code; ``at_ease``: the settled code of all axes with a home, if none waits for another.
+        goal: the target's code; ``settled_free``: 0, which has all axes FREE, settled if no axis waits for another.
         all, with_home: sets of axes.
         equal_axes: pairs of axes of equal size; ``alike``: for each axis the set of the others of its size.
-        across: the axes that can be ACROSS; ``across_at_start``: those that the start has there; ``vague``: those that
-            are never AWAY.
+        across: the axes that can be ACROSS; ``across_at_start``: those that the start has there; ``never_away``: those
+            whose digit is ACROSS in place of AWAY.
     """
 
     def __init__(self, sizes: tuple[int, ...], start: State, target: State) -> None:
@@ -51,29 +51,28 @@ class Codes:
             self.with_home |= 1 << 3 * axis
         self.goal = self.with_home << 1
         # for each axis the homes of other axes of its size
-        self._crosses: dict[int, list[Place]] = {}
+        self._homes_across: dict[int, list[Place]] = {}
         self.equal_axes: list[tuple[int, int]] = []
         self.alike = [0] * num_axes
-        self.across = self.across_at_start = self.vague = self._paired = 0
+        self.across = self.across_at_start = self.never_away = self._paired = 0
         if len(set(sizes)) < num_axes:
             self._pair_equal_axes()
-        # the code in which all axes with a home are FREE, once it is settled
-        self.at_ease = self.goal | (self.with_home & self._paired) << 2
+        self.settled_free = self.goal | (self.with_home & self._paired) << 2
         # (an axis, the axes whose START excludes that it is HOME or ACROSS), and all axes that can be at START
         self._home_excluded: list[tuple[int, int]] = []
         self._across_excluded: list[tuple[int, int]] = []
-        self._told = 0
+        self._can_start = 0
         leaving = [(axis, place) for axis, place in starts.items() if place != home.get(axis)]
         for k, place in home.items():
             self._find_who_excludes(k, place, leaving, self._home_excluded)
-        for k, places in self._crosses.items():
+        for k, places in self._homes_across.items():
             if len(places) == 1:
                 self._find_who_excludes(k, places[0], leaving, self._across_excluded)
         self._excluded_by: dict[int, tuple[int, int]] = {}
         # the digits of an axis by its place, where it is not AWAY
-        self._digits = {(axis, place): ACROSS for axis, places in self._crosses.items() for place in places}
-        for axis, place in leaving if self._told else ():
-            if self._told >> 3 * axis & 1:
+        self._digits = {(axis, place): ACROSS for axis, places in self._homes_across.items() for place in places}
+        for axis, place in leaving if self._can_start else ():
+            if self._can_start >> 3 * axis & 1:
                 self._digits[axis, place] = START
         for item in home.items():
             self._digits[item] = HOME
@@ -87,12 +86,12 @@ class Codes:
                     for axis, other in ((i, j), (j, i)):
                         self.alike[axis] |= 1 << 3 * other
                         if other in home and home[other] != home.get(axis):
-                            self._crosses.setdefault(axis, []).append(home[other])
+                            self._homes_across.setdefault(axis, []).append(home[other])
         self._paired = sum(1 << 3 * axis for axis, alike in enumerate(self.alike) if alike)
-        for axis, places in self._crosses.items():
+        for axis, places in self._homes_across.items():
             self.across |= 1 << 3 * axis
             if len(places) > 1:
-                self.vague |= 1 << 3 * axis
+                self.never_away |= 1 << 3 * axis
             if self._start.get(axis) in places:
                 self.across_at_start |= 1 << 3 * axis
 
@@ -107,7 +106,7 @@ class Codes:
                 excluding |= 1 << 3 * other
         if excluding:
             excluded.append((1 << 3 * axis, excluding))
-            self._told |= excluding
+            self._can_start |= excluding
 
     def _beside(self, stride: int, axis: int, other_stride: int, other: int) -> bool:
         """Whether two axes can lie in one dimension at these strides, further axes filling the gap between them."""
@@ -133,32 +132,32 @@ class Codes:
                 code |= self._digits.get((axis, (tensor_dim, stride)), AWAY) << 3 * axis
                 stride *= self.sizes[axis]
             return self._blurred(code)
-        behind, home, crosses = 1, self.home, self._crosses
+        behind, home, homes_across = 1, self.home, self._homes_across
         for axis in axes[::-1]:
             at_home = across = False
             if axis in home:
                 place, stride = home[axis]
                 at_home = place == tensor_dim and stride % behind == 0 and stride // behind in blocks
-            if axis in crosses:
+            if axis in homes_across:
                 across = any(
                     place == tensor_dim and stride % behind == 0 and stride // behind in blocks
-                    for place, stride in crosses[axis]
+                    for place, stride in homes_across[axis]
                 )
             code |= _either(at_home, across) << 3 * axis
             behind *= self.sizes[axis]
         return self._blurred(code)
 
     def _blurred(self, code: int) -> int:
-        """``code`` with ACROSS in place of AWAY for vague axes."""
-        return code | (code & ~(code >> 1) & self.vague) << 2
+        """``code`` with ACROSS in place of AWAY for axes that are never AWAY."""
+        return code | (code & ~(code >> 1) & self.never_away) << 2
 
     def arrivals(self, tensor_dim: int) -> list[int]:
         """For each axis that comes to a dimension, the digit (shifted to its place) for all that it can be there."""
         found = []
         for axis in range(len(self.sizes)):
             at_home = axis in self.home and self.home[axis][0] == tensor_dim
-            across = any(place[0] == tensor_dim for place in self._crosses.get(axis, ()))
-            found.append(_either(at_home, across or self.vague >> 3 * axis & 1 == 1) << 3 * axis)
+            across = any(place[0] == tensor_dim for place in self._homes_across.get(axis, ()))
+            found.append(_either(at_home, across or self.never_away >> 3 * axis & 1 == 1) << 3 * axis)
         return found
 
     def arriving(self, axes: int) -> int:
@@ -167,7 +166,7 @@ class Codes:
 
     def excluded(self, code: int) -> tuple[int, int]:
         """The axes that cannot be HOME, and those that cannot be ACROSS, because of axes that are at START."""
-        at_start = code & code >> 1 & self._told
+        at_start = code & code >> 1 & self._can_start
         found = self._excluded_by.get(at_start)
         if found is None:
             found = self._excluded_by[at_start] = (
@@ -180,17 +179,17 @@ class Codes:
         """``code`` with FREE axes that can be at home put in use, and axes made AWAY that wait for another to leave."""
         low, middle, high = code, code >> 1, code >> 2
         not_home = 0
-        if low & middle & self._told:
+        if low & middle & self._can_start:
             not_home, not_across = self.excluded(code)
             across = low & high & not_across
             at_home = middle & ~low & not_home
             # ACROSS becomes AWAY; HOME becomes AWAY; OPEN becomes ACROSS, or AWAY
             code ^= across << 2 | at_home << 1 | at_home | (at_home & high & (not_across | ~self.across)) << 2
-            if self.vague:
+            if self.never_away:
                 code = self._blurred(code)
         free = self.with_home & ~(low | middle | not_home)
         if free:
-            code |= self.at_ease & 7 * free
+            code |= self.settled_free & 7 * free
         return code
 
     def waits(self, code: int) -> bool:
@@ -201,13 +200,13 @@ class Codes:
         """The digit of ``axis`` at the place of ``other``, whose digit there is ``digit``."""
         if digit in (FREE, AWAY):
             return self._blurred(digit << 3 * axis) >> 3 * axis
-        home, crosses = self.home.get(axis), self._crosses.get(axis, ())
+        home, homes_across = self.home.get(axis), self._homes_across.get(axis, ())
         if digit == ACROSS:
-            if len(self._crosses[other]) > 1:
+            if len(self._homes_across[other]) > 1:
                 return self.arriving(1 << 3 * axis) >> 3 * axis
-            return HOME if self._crosses[other][0] == home else ACROSS
+            return HOME if self._homes_across[other][0] == home else ACROSS
         place = self.home[other] if digit == HOME else self._start[other]
-        return HOME if place == home else ACROSS if place in crosses or len(crosses) > 1 else AWAY
+        return HOME if place == home else ACROSS if place in homes_across or len(homes_across) > 1 else AWAY
 
 
 def _either(at_home: bool, across: bool) -> int:

@@ -122,14 +122,14 @@ class Estimate:
             rest = code ^ digit * bit
             if digit & 1:
                 came = arriving(bit)
-                gathered, moved = rest | (codes.at_ease & 7 * bit), rest | came
+                gathered, moved = rest | (codes.settled_free & 7 * bit), rest | came
                 if not_home or not_across:
                     gathered, moved = settled(rest), settled(moved)
                 if least[used ^ bit] or used ^ bit == codes.with_home:
                     found.append((prices["allgather", size, elements], gathered))
                 found.append((prices["alltoall", size, elements], moved))
             elif digit == FREE:
-                if not bit & codes.vague:
+                if not bit & codes.never_away:
                     found.append((0.0, rest | AWAY * bit))
                 if bit & across:
                     found.append((0.0, rest | ACROSS * bit))
@@ -137,9 +137,9 @@ class Estimate:
                 # this axis may give up HOME or OPEN to swap with one of its size that is astray
                 if digit == OPEN:
                     found.append((0.0, rest | HOME * bit))
-                elif not bit & codes.vague:
+                elif not bit & codes.never_away:
                     found.append((0.0, rest | AWAY * bit))
-                if bit & (codes.vague if digit == HOME else across):
+                if bit & (codes.never_away if digit == HOME else across):
                     found.append((0.0, rest | ACROSS * bit))
             elif digit == OPEN:
                 found.append((0.0, rest | HOME * bit))
@@ -163,7 +163,7 @@ class Estimate:
         found += [
             (price, codes.goal)
             for axes, price in self._worth_gathering_at_once()
-            if self.floor.holds(0) and not astray & ~axes and not axes & ~used
+            if self.floor.has_state(0) and not astray & ~axes and not axes & ~used
         ]
         return found
 
@@ -212,7 +212,7 @@ class _AtLeast(dict[int, float]):
     def __missing__(self, code: int) -> float:
         # there may be no state within the limit with these axes in use
         found = inf
-        if self._floor.holds((code | code >> 1) & self._codes.all):
+        if self._floor.has_state((code | code >> 1) & self._codes.all):
             settled = self._codes.settled(code)
             if settled not in self:
                 self[settled] = self._floor(settled)

@@ -48,7 +48,7 @@ class Floor:
         self.axes = [(1 << 3 * axis, size, alike) for axis, (size, alike) in enumerate(zip(codes.sizes, codes.alike))]
         self._several: list[tuple[int, int]] = []
         self._all, self._with_home = codes.all, codes.with_home
-        self._across, self._across_at_start, self._vague = codes.across, codes.across_at_start, codes.vague
+        self._across, self._across_at_start, self._never_away = codes.across, codes.across_at_start, codes.never_away
         self._without_home = codes.all & ~codes.with_home
         self._least, self._prices, self._cap = least, prices, cap
         self._known = {0: 0.0}
@@ -73,9 +73,9 @@ class Floor:
             self._known[key] = found
         return found
 
-    def holds(self, used: int) -> int:
+    def has_state(self, used: int) -> bool:
         """Whether there is a state with no axes in use but ``used``: one within the limit, or the target."""
-        return self._least[used] or used == self._with_home
+        return self._least[used] > 0 or used == self._with_home
 
     @property
     def several(self) -> list[tuple[int, int]]:
@@ -112,10 +112,9 @@ class Floor:
                     for other, *_ in self.axes if alike & across else ():
                         if other & alike & across:
                             both = other & with_home if bit & across else 0
+                            no_more = bit | other & (both | ~self._never_away)
                             swap = prices["permute", 2, elements]
-                            found = min(
-                                found, swap + left(astray ^ bit ^ both, across & ~(bit | other & (both | ~self._vague)))
-                            )
+                            found = min(found, swap + left(astray ^ bit ^ both, across & ~no_more))
                 elif partners and least[used ^ (partners & -partners)]:
                     # a swap puts this axis out of use in exchange for an unused one
                     swap = prices["permute", 2, least[used ^ (partners & -partners)]]
@@ -131,7 +130,7 @@ class Floor:
                 if axes & ~astray and prices.grow:
                     continue
                 for collective, touched in (("allgather", axes & astray), ("alltoall", axes & astray & with_home)):
-                    if touched and (collective == "alltoall" or self.holds(0)):
+                    if touched and (collective == "alltoall" or self.has_state(0)):
                         price = prices[collective, n_procs, elements]
                         # often touching all one by one costs less than this price alone
                         if price < found:
