@@ -21,6 +21,7 @@ from optim_redist._multi_axis.moves import UNSPLIT, State
 if TYPE_CHECKING:
     from optim_redist.multi_axis import MultiAxisDist, Outcome
 
+# ``MultiAxisDist.apply`` takes names as they were printed, so the misspelt one has to stay
 _OP_NAME = re.compile(
     r"(?P<op>alltoall|split)(?:_(?P<how>minor|mf|mt))?_(?P<first>\d+)_(?P<second>\d+)_(?P<block>-?\d+)"
     r"|(?P<gather>allgather)_(?P<axis>\d+|\*)"
