@@ -195,7 +195,7 @@ def test_no_move_brings_the_estimate_down_by_more_than_it_costs(cost_model, merg
         for _ in range(12):
             elements, reachable = prod(part.share for part in state), []
             assert bound(state) <= prices["alltoall", prod(sizes), max(elements, target_size)]
-            for collective, n_procs, kept, arrived, steps in moves.candidates(tuple(part.axes for part in state)):
+            for collective, n_procs, kept, arrived, steps in moves.steps_from(tuple(part.axes for part in state)):
                 price = prices[collective, n_procs, elements]
                 best = estimate(sum(part.code for part in state) & kept | arrived, inf)
                 for after in [after for step in steps for after in moves.after(state, step)]:
@@ -277,7 +277,7 @@ def test_a_limit_raises_the_estimate_by_no_more_than_it_costs(share):
             code, elements, reachable = sum(part.code for part in state), prod(part.share for part in state), []
             assert free(code, inf) <= estimate(code, inf)
             raised += free(code, inf) < estimate(code, inf)
-            for collective, n_procs, kept, arrived, steps in moves.candidates(tuple(part.axes for part in state)):
+            for collective, n_procs, kept, arrived, steps in moves.steps_from(tuple(part.axes for part in state)):
                 price = prices[collective, n_procs, elements]
                 best = estimate.at_least[code & kept | arrived]
                 for after in [after for step in steps for after in moves.after(state, step)]:

@@ -31,7 +31,7 @@ from optim_redist._multi_axis.moves import Axes, Mapping, Move, State, axes_size
 from optim_redist._multi_axis.moves_left import MovesLeft
 from optim_redist._multi_axis.names import name_of
 from optim_redist._multi_axis.parts import Part
-from optim_redist._multi_axis.steps import Candidate, MoveSet, Parts, Step, state_of
+from optim_redist._multi_axis.steps import AlikeSteps, MoveSet, Parts, Step, state_of
 from optim_redist._multi_axis.straight import StraightPath
 
 
@@ -42,13 +42,15 @@ class Node(NamedTuple):
     elements: int
     code: int
     before: Node | None = None
-    made_by: Candidate | None = None
+    made_by: AlikeSteps | None = None
     step: Step = (None, None, ())
 
 
 # (price and bound, bound, price, steps) of the steps out of a state, in this order
-Onward = list[tuple[float, float, float, Candidate]]
-# an entry of the queue, see ``cheapest_moves``
+Onward = list[tuple[float, float, float, AlikeSteps]]
+# An entry is (f, h, elements, tie-break: latest first, cost, moves, node, steps, which of them): of equal f the entry
+# estimated nearest to the target goes first, then the one that holds least. It stands for the node's steps from which
+# on; without steps it stands for the node itself. (Named tuples here and above slow the search down by a tenth.)
 Entry = tuple[float, float, int, int, float, int, Node, Onward, int]
 
 
@@ -86,19 +88,16 @@ def cheapest_moves(
     move_set = MoveSet(shape, sizes, blocks, codes.code_of, arrivals, merged=wanted is None)
     most_moves = inf if max_depth is None else max_depth
     first, goal = move_set.parts(start), move_set.parts(target)
-    leap: Candidate = ("exchange", prod(sizes), 0, codes.goal, [(None, None, ())])
+    leap: AlikeSteps = ("exchange", prod(sizes), 0, codes.goal, [(None, None, ())])
     # sequences must cost less than this: the cheapest one known, or at first the least price above an exchange's
-    below = nextafter(prices["alltoall", leap[1], start_size], inf) if start_size >= target_size else inf
+    ceiling = nextafter(prices["alltoall", leap[1], start_size], inf) if start_size >= target_size else inf
     # a split that could come before another step is not tried after it, unless the state between may be forbidden
     early_splits = wanted is None and start_size <= memory_limit
-    onward = _StepsByBound(move_set, estimate, prices, target_size, leap)
+    steps_by_bound = _StepsByBound(move_set, estimate, prices, target_size, leap)
 
     root = Node(first, start_size, sum(part.code for part in first))
     # the bound does not hold for a start that is above the limit itself
     left = estimate.at_least[root.code] if start_size <= memory_limit else 0.0
-    # An entry is (f, h, elements, tie-break: latest first, cost, moves, node, steps, which of them): of equal f the
-    # entry estimated nearest to the target goes first, then the one that holds least. An entry stands for the node's
-    # steps from ``which`` on; without steps it stands for the node itself.
     order, at_least, every_axis = count(), estimate.at_least, codes.all
     homes, goal_code = ~(codes.all << 2), codes.goal
     queue: list[Entry] = [(left, left, start_size, 0, 0.0, 0, root, [], 0)]
@@ -110,19 +109,19 @@ def cheapest_moves(
                 return _moves_to(node, sizes, start, target)
             if (cost, depth) not in reached[node.parts] or depth == max_depth:
                 continue
-            steps = onward(node)
-        entered, nearer = -next(order), False
+            steps = steps_by_bound(node)
+        tie_break, found_next = -next(order), False
         # take one step after the other until one leads to a state that is next in the queue
-        while which < len(steps) and not nearer and cost + steps[which][0] <= f:
-            _, _, price, candidate = steps[which]
-            _, n_procs, _, _, alike = candidate
+        while which < len(steps) and not found_next and cost + steps[which][0] <= f:
+            _, _, price, alike = steps[which]
+            _, n_procs, _, _, choices = alike
             which += 1
             spent = cost + price
-            for step in alike:
+            for step in choices:
                 # what such a split makes is reached by other steps that cost no more
                 if not n_procs and ((early_splits and _commutes(node.step, step)) or _is_detour(node, step, prices)):
                     continue
-                for after in (goal,) if candidate is leap else move_set.after(node.parts, step):
+                for after in (goal,) if alike is leap else move_set.after(node.parts, step):
                     front = reached.get(after)
                     if front and (front[0][0] <= spent if max_depth is None else _dominated(front, spent, depth)):
                         continue
@@ -141,21 +140,21 @@ def cheapest_moves(
                         left = estimate.cap  # too few moves are left for anything but an exchange
                     else:
                         left = at_least[code]
-                    if spent + left < below:
+                    if spent + left < ceiling:
                         # arrivals that cost no less than this one stay only if they took fewer moves
                         better = (
                             [one for one in front if one[0] < spent or (max_depth and one[1] <= depth)] if front else ()
                         )
                         reached[after] = [(spent, depth + 1), *better]
                         if after is goal:
-                            below = spent
-                        nearer = nearer or spent + left <= f
-                        entry = Node(after, size, code, node, candidate, step)
+                            ceiling = spent
+                        found_next = found_next or spent + left <= f
+                        made = Node(after, size, code, node, alike, step)
                         f_after = max(f, spent + left)
-                        heappush(queue, (f_after, left, size, -next(order), spent, depth + 1, entry, [], 0))
-        if which < len(steps) and cost + steps[which][0] < below:
+                        heappush(queue, (f_after, left, size, -next(order), spent, depth + 1, made, [], 0))
+        if which < len(steps) and cost + steps[which][0] < ceiling:
             bound, left, *_ = steps[which]
-            heappush(queue, (max(f, cost + bound), left, held, entered, cost, depth, node, steps, which))
+            heappush(queue, (max(f, cost + bound), left, held, tie_break, cost, depth, node, steps, which))
     return _moves_to(Node(goal, target_size, codes.goal, root, leap), sizes, start, target)
 
 
@@ -163,7 +162,7 @@ class _StepsByBound:
     """The steps out of a state, sorted by the least cost at which they could lead to the target."""
 
     def __init__(
-        self, move_set: MoveSet, estimate: Estimate, prices: Prices, target_size: int, leap: Candidate
+        self, move_set: MoveSet, estimate: Estimate, prices: Prices, target_size: int, leap: AlikeSteps
     ) -> None:
         self._move_set, self._estimate, self._prices = move_set, estimate, prices
         self._target_size, self._leap = target_size, leap
@@ -179,11 +178,11 @@ class _StepsByBound:
         if found is None:
             found = self._known[mapping, elements, code] = []
             prices, at_least = self._prices, self._estimate.at_least
-            for candidate in self._move_set.candidates(mapping):
-                collective, n_procs, kept, arrived, _ = candidate
+            for alike in self._move_set.steps_from(mapping):
+                collective, n_procs, kept, arrived, _ = alike
                 left = at_least[code & kept | arrived]
                 price = prices[collective, n_procs, elements] if n_procs else 0.0
-                found.append((price + left, left, price, candidate))
+                found.append((price + left, left, price, alike))
             if elements >= self._target_size:
                 price = prices["alltoall", self._leap[1], elements]
                 found.append((price, 0.0, price, self._leap))
@@ -214,7 +213,8 @@ def _is_detour(node: Node, split: Step, prices: Prices) -> bool:
     before, made_by = node.before, node.made_by
     if before is None or made_by is None or source is None or target is not None:
         return False
-    if moved != split[2] or source == split[1] or before.parts[source].axes[-1:] != moved:
+    _, split_dim, split_axes = split
+    if moved != split_axes or source == split_dim or before.parts[source].axes[-1:] != moved:
         return False
     n_procs, elements = made_by[1], before.elements
     return prices["alltoall", n_procs, elements] <= prices["allgather", n_procs, elements]

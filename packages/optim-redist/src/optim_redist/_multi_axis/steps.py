@@ -22,12 +22,11 @@ from optim_redist._multi_axis.parts import Dimension, Part
 Parts = tuple[Part, ...]
 Step = tuple[int | None, int | None, Axes]
 
-
 # Steps out of a mapping with equal price and bound: (collective, processes, kept, arrived, steps). They are charged as
 # the collective ("split", "allgather", "alltoall", "permute" or "exchange") of so many processes (0 for a split, which
 # is free). The best that they can make of a state's code is ``code & kept | arrived``: the digits of axes that stay,
 # and the best digits of axes that move.
-Candidate = tuple[str, int, int, int, list[Step]]
+AlikeSteps = tuple[str, int, int, int, list[Step]]
 
 
 class MoveSet:
@@ -61,25 +60,25 @@ class MoveSet:
             for tensor_dim, (length, given) in enumerate(zip(shape, blocks))
         ]
         self._equal_axes = [pair for pair in combinations(range(len(sizes)), 2) if sizes[pair[0]] == sizes[pair[1]]]
-        self._candidates: dict[Mapping, list[Candidate]] = {}
+        self._steps_from: dict[Mapping, list[AlikeSteps]] = {}
         # splits of unused axes, steps out of one dimension, and permutations: many mappings have them in common
-        self._splits: dict[Axes, list[Candidate]] = {}
-        self._departures: dict[tuple[int, Axes], list[Candidate]] = {}
-        self._permutations: dict[tuple[int, int | None, int, int | None], Candidate] = {}
+        self._splits: dict[Axes, list[AlikeSteps]] = {}
+        self._departures: dict[tuple[int, Axes], list[AlikeSteps]] = {}
+        self._permutations: dict[tuple[int, int | None, int, int | None], AlikeSteps] = {}
 
     def parts(self, state: State) -> Parts:
         """The parts of a compatible state."""
         return tuple([dim.parts(axes, (block,))[0] for dim, axes, block in zip(self._dims, *state)])
 
-    def candidates(self, mapping: Mapping) -> list[Candidate]:
+    def steps_from(self, mapping: Mapping) -> list[AlikeSteps]:
         """Every step out of the states with this mapping."""
-        found = self._candidates.get(mapping)
+        found = self._steps_from.get(mapping)
         if found is None:
             where = {axis: tensor_dim for tensor_dim, axes in enumerate(mapping) for axis in axes}
             unused = tuple([axis for axis in range(len(self._sizes)) if axis not in where])
             if unused not in self._splits:
                 self._splits[unused] = self._list_splits(unused)
-            found = self._candidates[mapping] = self._splits[unused].copy()
+            found = self._steps_from[mapping] = self._splits[unused].copy()
             for dim in enumerate(mapping):
                 if dim[1]:
                     if dim not in self._departures:
@@ -93,9 +92,9 @@ class MoveSet:
                     found.append(self._permutations[key])
         return found
 
-    def _list_splits(self, unused: Axes) -> list[Candidate]:
+    def _list_splits(self, unused: Axes) -> list[AlikeSteps]:
         """Each unused axis goes to each dimension, or all axes in use are gathered."""
-        found: list[Candidate] = [
+        found: list[AlikeSteps] = [
             ("split", 0, -1, arrived, [(None, target, (axis,)) for target in targets])
             for axis in unused
             for arrived, targets in self._places[axis].items()
@@ -105,11 +104,11 @@ class MoveSet:
             found.append(("allgather", prod(used), 0, 0, [(None, None, ())]))
         return found
 
-    def _list_departures(self, source: int, axes: Axes) -> list[Candidate]:
+    def _list_departures(self, source: int, axes: Axes) -> list[AlikeSteps]:
         """All axes or the last one go to another dimension, the last or the first is gathered, or the block changes."""
         sizes, last = self._sizes, axes[-1]
         n_procs, kept = sizes[last], ~(7 << 3 * last)
-        found: list[Candidate] = [("allgather", n_procs, kept, 0, [(source, None, (last,))])]
+        found: list[AlikeSteps] = [("allgather", n_procs, kept, 0, [(source, None, (last,))])]
         for arrived, targets in self._places[last].items():
             steps: list[Step] = [(source, target, (last,)) for target in targets if target != source]
             if steps:
@@ -128,7 +127,7 @@ class MoveSet:
         found.append(("alltoall", n_procs, kept, arrived, [(source, source, ())]))
         return found
 
-    def _permutation(self, first: int, at: int | None, second: int, other: int | None) -> Candidate:
+    def _permutation(self, first: int, at: int | None, second: int, other: int | None) -> AlikeSteps:
         """Two axes take each other's place, in dimensions ``at`` and ``other`` or out of use."""
         arrived = 0
         if at is not None:
@@ -164,7 +163,7 @@ class MoveSet:
     def moves(self, state: State) -> list[Move]:
         """Every move whose result is compatible."""
         found, parts = [], self.parts(state)
-        for collective, n_procs, *_, steps in self.candidates(state.mapping):
+        for collective, n_procs, *_, steps in self.steps_from(state.mapping):
             for after in [after for step in steps for after in self.after(parts, step)]:
                 result, elements = state_of(after), prod([part.share for part in after])
                 found.append(Move(name_of(collective, state, result), collective, result, n_procs, elements))
