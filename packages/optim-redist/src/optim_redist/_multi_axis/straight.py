@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import prod
+from typing import NamedTuple
 
 from optim_redist._multi_axis.codes import Codes
 from optim_redist._multi_axis.estimate import Estimate
@@ -37,9 +38,16 @@ from optim_redist._multi_axis.names import name_of
 _MOST_STATES = 8
 
 
-# how a dimension is split: axes, block, their processes, elements of the most loaded rank, digits of the axes
-Split = tuple[Axes, int, int, int, int]
-Splits = list[Split]
+class DimSplit(NamedTuple):
+    """How a dimension is split; ``share``: elements of the most loaded rank, ``code``: digits of the axes."""
+
+    axes: Axes
+    block: int
+    n_procs: int
+    share: int
+    code: int
+
+
 # (dimension, its new axes, its new block)
 Change = tuple[int, Axes, int]
 # collective, processes of a group, what it changes
@@ -74,7 +82,7 @@ class StraightPath:
         """The moves from ``start``, whose ``elements`` must be within the limit; none if there is no such path."""
         found = [self._split(d, axes, block) for d, (axes, block) in enumerate(zip(*start))]
         splits = [split for split in found if split is not None]
-        code, floor = sum(digits for *_, digits in splits), -1.0
+        code, floor = sum(split.code for split in splits), -1.0
         # the floor takes no search over codes and is often equal to the bound, but ignores axes that wait for others
         bounds = (self._estimate.floor.__call__, self._estimate.__call__)
         for left in bounds[1:] if self._codes.waits(code) else bounds:
@@ -88,7 +96,7 @@ class StraightPath:
 
     def _follow(
         self,
-        splits: Splits,
+        splits: list[DimSplit],
         state: State,
         elements: int,
         code: int,
@@ -110,7 +118,7 @@ class StraightPath:
                 new = self._split(d, axes, block)
                 if new is None:
                     break
-                made_code += new[4] - made[d][4]
+                made_code += new.code - made[d].code
                 made[d] = new
             else:
                 if through + left(made_code, bound - through) > bound:
@@ -126,15 +134,16 @@ class StraightPath:
                     return True
         return False
 
-    def _split(self, d: int, axes: Axes, block: int) -> Split | None:
+    def _split(self, d: int, axes: Axes, block: int) -> DimSplit | None:
         """A dimension with these axes and block, if that leaves no process empty."""
         length = self._shape[d]
         if not axes:
-            return axes, UNSPLIT, 1, length, 0
+            return DimSplit(axes, UNSPLIT, 1, length, 0)
         n_procs = axes_size(self._sizes, axes)
         if length < n_procs or block > max_block_size(length, n_procs):
             return None
-        return axes, block, n_procs, local_length(length, n_procs, block), self._codes.code_of(d, axes, (block,))
+        share = local_length(length, n_procs, block)
+        return DimSplit(axes, block, n_procs, share, self._codes.code_of(d, axes, (block,)))
 
     def _allowed(self, state: State, elements: int, depth: int) -> bool:
         """Whether a state may be on the way after ``depth`` moves."""
@@ -145,7 +154,7 @@ class StraightPath:
             and (self._wanted is None or self._wanted(state))
         )
 
-    def _attempts(self, splits: Splits, code: int) -> Iterator[Attempt]:
+    def _attempts(self, splits: list[DimSplit], code: int) -> Iterator[Attempt]:
         """The moves that bring an axis nearer to its home or out of use; those that are free and lead home first."""
         sizes, home = self._sizes, self._codes.home
         unused = [axis for axis in range(len(sizes)) if not code >> 3 * axis & 7]
@@ -154,8 +163,8 @@ class StraightPath:
                 d, stride = home[axis]
                 for change in _entering(d, splits[d], (axis,), sizes[axis], stride):
                     yield "split", 0, (change,)
-        for d, (*_, digits) in enumerate(splits):
-            if digits & self._codes.all:
+        for d, split in enumerate(splits):
+            if split.code & self._codes.all:
                 yield from self._departures(d, splits)
         for i, j in self._codes.equal_axes:
             if (code >> 3 * i | code >> 3 * j) & 1:
@@ -170,7 +179,7 @@ class StraightPath:
                 for change in _entering(d, split, (axis,), sizes[axis]):
                     yield "split", 0, (change,)
 
-    def _departures(self, d: int, splits: Splits) -> Iterator[Attempt]:
+    def _departures(self, d: int, splits: list[DimSplit]) -> Iterator[Attempt]:
         """Moves out of a dimension whose axes are not all at home."""
         axes, block, n_procs, _, code = splits[d]
         if axes == self._target.mapping[d]:
@@ -192,7 +201,7 @@ class StraightPath:
             yield "allgather", size, ((d, axes[1:], block),)
 
 
-def _entering(d: int, split: Split, moved: Axes, size: int, stride: int | None = None) -> Iterator[Change]:
+def _entering(d: int, split: DimSplit, moved: Axes, size: int, stride: int | None = None) -> Iterator[Change]:
     """The ways in which axes can come to a dimension, the last of them at ``stride`` or, if None, at either end."""
     axes, block, n_procs, *_ = split
     if not axes:
