@@ -107,6 +107,7 @@ ROWS, COLUMNS, WHOLE = (Layout(Mesh(4), dims) for dims in ([0, None], [None, 0],
 REPLICAS = Layout(Mesh((2, 2, 2)), [None, None], {1: "sum", 2: "sum"}), Layout(Mesh((2, 2, 2)), [None, 2])
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("spare", [None, 2**14, 2**12], ids=["free", "16 KiB", "4 KiB"])
 @pytest.mark.parametrize(
     ("dtype", "src", "dst"),
@@ -117,10 +118,11 @@ REPLICAS = Layout(Mesh((2, 2, 2)), [None, None], {1: "sum", 2: "sum"}), Layout(M
         (torch.float32, SUMMED, COLUMNS),
         (torch.float32, AVERAGED, WHOLE),
         (torch.float8_e5m2, SUMMED, WHOLE),
+        (torch.complex32, SUMMED, WHOLE),
         (torch.bfloat16, SUMMED, Layout(Mesh(4), [(0, Cyclic(3)), None])),
         (torch.bfloat16, *REPLICAS),
     ],
-    ids=["move", "gather", "sum", "fp32 sum", "average", "fp8 sum", "dealt sum", "replicas"],
+    ids=["move", "gather", "sum", "fp32 sum", "average", "fp8 sum", "complex32 sum", "dealt sum", "replicas"],
 )
 def test_no_rank_holds_more_than_its_plan_claims(
     dtype: torch.dtype, src: Layout, dst: Layout, spare: int | None

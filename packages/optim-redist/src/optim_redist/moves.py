@@ -174,6 +174,7 @@ class Request:
         donate: whether the source is given up once it has been read.
         budget: states that a search may expand.
         deterministic: whether contributions have to be combined in rank order.
+        of_complex_halves: whether elements are complex numbers of two fp16, which are combined in two fp32.
         aside: keyed by rank: elements held besides source and target while this part of the way runs.
     """
 
@@ -185,6 +186,7 @@ class Request:
     budget: int = 0
     aside: Mapping[int, int] = field(default_factory=dict)
     deterministic: bool = False
+    of_complex_halves: bool = False
 
     @property
     def has_borders(self) -> bool:

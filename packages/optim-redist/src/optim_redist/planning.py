@@ -101,7 +101,7 @@ def plan(
             dst = relabelled(Problem(shape, src, dst))
         # whole bytes, so that equal limits are written alike in every plan's canonical text
         limit = None if memory_limit in (None, inf) else int(memory_limit // 1)
-        known = _as_written(_decided(shape, itemsize(name), src, dst, model, limit, *options), name, src, dst)
+        known = _as_written(_decided(shape, name, src, dst, model, limit, *options), name, src, dst)
         _plans.put(key, known)
     return known
 
@@ -138,7 +138,7 @@ def _as_written(decision: _Decision, dtype: str, src: Layout, dst: Layout) -> Pl
 
 def _decided(
     shape: tuple[int, ...],
-    width: int,
+    dtype: str,
     src: Layout,
     dst: Layout,
     model: CommModel,
@@ -152,14 +152,17 @@ def _decided(
 
     Layouts with pending reductions stay as they are written, since their axes decide which contributions are kept. For
     the notebook layouts stay as written, too, since its operations are named by the axes of one mesh.
+    Plans of complex32 are shared with none, since its partial results are wider.
     """
     if not (src.partial or dst.partial or (asked and "notebook" in asked)):
         src, dst = canonical(src, shape), canonical(dst, shape)
-    key = (shape, width, src, dst, model, memory_limit, donate, deterministic, asked, budget)
+    width, halves = itemsize(dtype), dtype == "complex32"
+    key = (shape, width, halves, src, dst, model, memory_limit, donate, deterministic, asked, budget)
     known = _decisions.find(key)
     if known is None:
+        problem = Problem(shape, src, dst)
         request = Request(
-            Problem(shape, src, dst), width, model, memory_limit, donate, budget, deterministic=deterministic
+            problem, width, model, memory_limit, donate, budget, deterministic=deterministic, of_complex_halves=halves
         )
         known = _decide(request, asked)
         _decisions.put(key, known)

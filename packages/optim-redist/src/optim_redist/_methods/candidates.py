@@ -177,12 +177,12 @@ def _peak_bytes(request: Request, sent: Mapping[int, int], received: Mapping[int
 
 
 def _partial_bytes(request: Request, rounds: int = 1) -> int:
-    """Bytes of a round's partial results: in fp32 for narrower types, in fp64 for averages of fp32, else none.
+    """Bytes of a round's partial results: in fp32 for narrower types, complex or not, in fp64 for averages of fp32.
 
     Other types are combined in the target. 8-bit types count twice, as they are also converted to fp32 first.
     """
     problem, width = request.problem, {1: 8, 2: 4}.get(request.itemsize, 0)
-    if any(op == "avg" for op, _ in problem.reduced) and request.itemsize == 4:
+    if request.of_complex_halves or (request.itemsize == 4 and any(op == "avg" for op, _ in problem.reduced)):
         width = 8
     if problem.num_contributions == 1 or not width:
         return 0
