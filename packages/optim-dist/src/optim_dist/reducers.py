@@ -74,8 +74,8 @@ class ReduceScatter:
         return self.starts_alone
 
     def launch(self, bucket: Contribution) -> None:
-        bucket.divided = (self.reduce_dtype or bucket.gradients.dtype) == torch.float16
-        wire = _on_the_wire(bucket, self.reduce_dtype, 1 / self.communicator.world_size if bucket.divided else 1.0)
+        bucket.is_averaged = (self.reduce_dtype or bucket.gradients.dtype) == torch.float16
+        wire = _on_the_wire(bucket, self.reduce_dtype, 1 / self.communicator.world_size if bucket.is_averaged else 1.0)
         bucket.work = self.communicator.reduce_scatter_(wire)
 
     def finish(self, bucket: Contribution) -> Tensor:
@@ -135,7 +135,7 @@ class Exact:
             self.finish(self._in_flight[0])
         scratch = free.pop()
         bucket.received = scratch
-        bucket.divided = self._dtype_of_sums(bucket) == torch.float16
+        bucket.is_averaged = self._dtype_of_sums(bucket) == torch.float16
         bucket.work = self.communicator.exchange(scratch[: wire.numel()], wire)
         self._in_flight.append(bucket)
 
@@ -160,7 +160,7 @@ class Exact:
         return bucket.sums
 
     def _add(self, bucket: Contribution, contributions: Tensor | Sequence[Tensor], sums: Tensor) -> None:
-        divisor = self.communicator.world_size if bucket.divided else 1
+        divisor = self.communicator.world_size if bucket.is_averaged else 1
         if self._in_pairs:
             total = sum_in_pairs(contributions)
             sums.copy_(total if divisor == 1 else total / divisor)
@@ -191,7 +191,7 @@ class ExactOfPeers(Exact):
 
     def launch(self, bucket: Contribution) -> None:
         wire = _on_the_wire(bucket, self.reduce_dtype)
-        bucket.divided = self._dtype_of_sums(bucket) == torch.float16
+        bucket.is_averaged = self._dtype_of_sums(bucket) == torch.float16
         added = self._added.get(bucket)
         # otherwise the copy waits for the current stream: it has just written the wire, or it may still use the memory
         # that a new room was allocated from

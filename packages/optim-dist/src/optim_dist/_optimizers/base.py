@@ -186,8 +186,8 @@ class DistOptimizer(StatefulOptimizer):
         with self.begun_together("the norm of gradients"):
             # gradients in buckets are sums over ranks, others arrive averaged
             homes = [
-                (self._bucketed.reduced_gradients(divided), factor)
-                for divided, factor in self._bucketed.factors.items()
+                (self._bucketed.reduced_gradients(is_averaged), factor)
+                for is_averaged, factor in self._bucketed.factors.items()
             ]
             if self._resident or not homes:
                 homes.append((self._resident.gradients(), None))
@@ -247,17 +247,17 @@ class DistOptimizer(StatefulOptimizer):
         self._masters.follow(self, with_all)
         counts = None if self._bucketed.lacks_none else self._bucketed.counts
         averaging = {
-            divided: replace(
+            is_averaged: replace(
                 context,
                 factor=_product(factor, context.factor),
                 are_kept=True,
                 counts=counts,
                 present=self._bucketed.present,
             )
-            for divided, factor in self._bucketed.factors.items()
+            for is_averaged, factor in self._bucketed.factors.items()
         }
         self._bucketed.update(
-            lambda bucket: self._apply(bucket.plan.route, kept.of(bucket), averaging[bucket.divided], bucket)
+            lambda bucket: self._apply(bucket.plan.route, kept.of(bucket), averaging[bucket.is_averaged], bucket)
         )
         self._resident.update(
             context, self.param_groups, self._item, lambda route, items: self._apply(route, items, context, route)

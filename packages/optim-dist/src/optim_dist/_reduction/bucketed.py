@@ -47,7 +47,7 @@ class BucketedParameters:
         self._options = options
         world_size, device = communicator.world_size, communicator.device
         as_fp32 = partial(torch.tensor, dtype=torch.float32, device=device)
-        # keyed by ParameterBucket.divided
+        # keyed by ParameterBucket.is_averaged
         self._factors = {
             False: as_fp32(1 / world_size) if options.average else None,
             True: None if options.average else as_fp32(world_size),
@@ -221,12 +221,12 @@ class BucketedParameters:
 
     @property
     def factors(self) -> dict[bool, Tensor | None]:
-        """Factors from reduced gradients to the average, or sum, asked for; keyed by ``ParameterBucket.divided``."""
-        return {divided: self._factors[divided] for divided in sorted({bucket.divided for bucket in self.buckets})}
+        """Factors from reduced gradients to the average, or sum, asked for; by ``ParameterBucket.is_averaged``."""
+        return {each: self._factors[each] for each in sorted({bucket.is_averaged for bucket in self.buckets})}
 
-    def reduced_gradients(self, divided: bool) -> list[Tensor]:
-        """The reduced chunks of this rank, one per bucket, of buckets whose sums are (or are not) divided by W."""
-        return [self._finish(bucket) for bucket in self.buckets if bucket.divided is divided]
+    def reduced_gradients(self, is_averaged: bool) -> list[Tensor]:
+        """This rank's reduced chunks of the buckets whose gradients are averages already, or of those of sums."""
+        return [self._finish(bucket) for bucket in self.buckets if bucket.is_averaged is is_averaged]
 
     def overflow(self) -> Tensor:
         """1 if this rank's chunks have an inf or NaN, else 0."""

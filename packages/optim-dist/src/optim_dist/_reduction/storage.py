@@ -39,7 +39,7 @@ class ParameterBucket:
     members: Sequence[Member]
     gathering: Waitable | None = None
     gathered: torch.cuda.Event | None = None  # after the wait in the stream that waited, for other streams
-    divided: bool = False  # the sums are already divided by W, so that they fit fp16
+    is_averaged: bool = False  # reduced gradients are averages already, not sums, so that they fit fp16
     attached: int = -1  # address of the reduced chunk that shards' gradients are views of
     deferred: bool = False  # step() left its gather in flight, and nobody has waited for all gathers since
     waits_at_step: bool = False  # one of its parameters is used where no hook sees it
@@ -111,7 +111,7 @@ class Contribution:
     sums_dtype: torch.dtype | None = None  # if an exact reducer was given none; None: the gradients'
     work: Waitable | None = None
     full: torch.cuda.Event | None = None  # after the last write to the gradients, if that was noted
-    divided: bool = False  # see ``ParameterBucket``
+    is_averaged: bool = False  # see ``ParameterBucket``
 
     def own(self, flat: Tensor) -> Tensor:
         """The chunk of this rank."""

@@ -277,7 +277,7 @@ class StreamedReduction:
                 keep_until_read(bucket.take_gradients(places))
         contribution = places.contribution(bucket)
         self.reducer.launch(contribution)
-        bucket.divided = contribution.divided
+        bucket.is_averaged = contribution.is_averaged
         self._in_flight.append((bucket, contribution, buffer))
         bucket.is_over = self._round == self.passes - 1
         bucket.begin_pass()
