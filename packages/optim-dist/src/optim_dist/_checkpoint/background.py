@@ -137,4 +137,4 @@ def has_lost_ranks(communicator: Communicator) -> bool:
 def _known(communicator: Communicator) -> Communicator | None:
     """What ``on_cpu`` has made for the same ranks, unless the default process group has changed since."""
     known = _on_cpu.get(tuple(sorted(communicator.ranks)))
-    return known if known is not None and known.is_beside(communicator) else None
+    return known if known is not None and known.has_same_world_as(communicator) else None

@@ -254,20 +254,30 @@ class Options:
         """The process groups that connect the ranks that share the work; see ``groups_of``."""
         return groups_of(self.mesh, self.process_group)
 
-    def communicator(self, device: torch.device, beside: Communicator | None = None) -> Communicator:
-        """The ranks that share the work; see ``Communicator`` for the arguments."""
-        # Reductions under backward get a communicator beside the first one. They may wait for ranks that are late by a
-        # whole backward pass, which copies between peers must not.
-        kind = PeerCommunicator if self.transport == "symm" and beside is None else Communicator
+    def communicator(self, device: torch.device) -> Communicator:
+        """The ranks that share the work."""
+        if self.transport == "backend":
+            return self._backend_communicator(device)
         first, *others = self.groups
-        if self.mesh is None or not others:
-            return kind(first, device, self.timeout, beside)
-        if self.transport == "symm":
+        if self.mesh is not None and others:
             raise ValueError(
                 "transport='symm' is for the ranks of one host, which a mesh of one dimension has, got "
                 f"{self.mesh.ndim} dimensions; leave it out, or pass mesh['shard'] or the like"
             )
-        return GridCommunicator(self.mesh, device, self.timeout, beside)
+        return PeerCommunicator(first, device, self.timeout)
+
+    def backward_communicator(self, communicator: Communicator) -> Communicator:
+        """A duplicate of ``communicator`` for reductions under backward: by the backend, whatever the transport.
+
+        They may wait for ranks that are late by a whole backward pass, which copies between peers must not.
+        """
+        return self._backend_communicator(communicator.device, communicator)
+
+    def _backend_communicator(self, device: torch.device, duplicate_of: Communicator | None = None) -> Communicator:
+        first, *others = self.groups
+        if self.mesh is None or not others:
+            return Communicator(first, device, self.timeout, duplicate_of)
+        return GridCommunicator(self.mesh, device, self.timeout, duplicate_of)
 
     def described(self) -> dict[str, str]:
         """What has to be the same on every rank, as text; of ``model`` only whether one was given."""

@@ -43,7 +43,7 @@ class BucketedParameters:
 
     def __init__(self, communicator: Communicator, options: Options) -> None:
         self._communicator = communicator
-        self._apart: Communicator | None = None  # for reductions, once they may run during backward
+        self._backward_communicator: Communicator | None = None  # once reductions may run under backward
         self._options = options
         world_size, device = communicator.world_size, communicator.device
         as_fp32 = partial(torch.tensor, dtype=torch.float32, device=device)
@@ -90,8 +90,8 @@ class BucketedParameters:
             dtypes = options.reduce_dtype, options.reduced_dtype
             exact = ExactOfPeers if self._launches_in_step and self._communicator.world_size > 1 else Exact
             self._reducer = exact(self._communicator, *dtypes, self.buckets, in_pairs=options.is_tree)
-        if options.accumulation_steps is not None or self._apart is not None:
-            self._set_apart(self._reducer)
+        if options.accumulation_steps is not None or self._backward_communicator is not None:
+            self._use_backward_communicator(self._reducer)
         self.reduction.extend(new, self._reducer)
         if isinstance(self.reduction, StreamedReduction):
             self.reduction.meet(self._communicator, self._number)
@@ -305,7 +305,7 @@ class BucketedParameters:
         if self._launches_in_step and self._options.overlap and not self.reduction.is_told:
             # from here on reductions are launched in another order
             gathered(self._communicator, _FIRST_NO_SYNC, None, _OTHERWISE)
-        self._set_apart(self._reducer)
+        self._use_backward_communicator(self._reducer)
         return self.reduction.no_sync()
 
     @property
@@ -313,22 +313,21 @@ class BucketedParameters:
         """Whether reductions are copies, which must not be launched before the step."""
         return isinstance(self._communicator, PeerCommunicator) and not self._options.is_streamed
 
-    def _set_apart(self, reducer: Reducer) -> None:
+    def _use_backward_communicator(self, reducer: Reducer) -> None:
         """Give reductions a group of their own if they may be launched during backward.
 
         A rank that lacks a gradient launches the reductions from that bucket on only at its step: after collectives of
         others (another optimizer, the user, FSDP) that on other ranks come after these reductions.
         """
-        if not self._options.overlap or self._launches_in_step or reducer.communicator is self._apart:
+        if not self._options.overlap or self._launches_in_step or reducer.communicator is self._backward_communicator:
             return
-        if self._apart is None:
-            world = self._communicator
-            self._apart = self._options.communicator(world.device, beside=world)
+        if self._backward_communicator is None:
+            self._backward_communicator = self._options.backward_communicator(self._communicator)
             if isinstance(self.reduction, BackwardReduction):
-                self.reduction.finish_launched()  # streamed reductions are set apart from the start
+                self.reduction.finish_launched()  # streamed reductions have their own group from the start
             # also at exit, if nobody has closed the optimizer
-            weakref.finalize(self, _abandon_started, self.reduction, self._apart)
-        reducer.communicator = self._apart
+            weakref.finalize(self, _abandon_started, self.reduction, self._backward_communicator)
+        reducer.communicator = self._backward_communicator
         reducer.connect(self.buckets)
 
     def check_replicas(self, context: str) -> None:
@@ -337,8 +336,8 @@ class BucketedParameters:
         check_replicas(self.buckets, self._communicator, context)
 
     @property
-    def _groups(self) -> list[Communicator]:
-        return [self._communicator, *([] if self._apart is None else [self._apart])]
+    def _communicators(self) -> list[Communicator]:
+        return [each for each in (self._communicator, self._backward_communicator) if each is not None]
 
     def detach(self, is_failed: bool = False, is_everywhere: bool = False) -> bool:
         """Release hooks. Finish what is in flight, unless this rank has failed or lost the others.
@@ -348,13 +347,13 @@ class BucketedParameters:
 
         Returns whether nothing is in flight any more.
         """
-        is_finished = not is_failed and all(group.is_usable for group in self._groups)
+        is_finished = not is_failed and all(each.is_usable for each in self._communicators)
         try:
             if is_finished:
                 is_finished = self._end_reductions(is_everywhere)
                 self.wait()
             elif self.started:
-                self._abandon_apart()
+                self._abandon_backward_communicator()
         finally:
             self.reduction.close()
             if self._gathers is not None:
@@ -382,14 +381,14 @@ class BucketedParameters:
             return True
         if not self.reduction.abandon():
             return True
-        self._abandon_apart()
+        self._abandon_backward_communicator()
         return False
 
-    def _abandon_apart(self) -> None:
+    def _abandon_backward_communicator(self) -> None:
         """Give up the group of reductions, in which unfinished ones would block all later ones."""
-        if self._apart is not None:
-            self._apart.abandon()
-        self._apart = self._reducer = None
+        if self._backward_communicator is not None:
+            self._backward_communicator.abandon()
+        self._backward_communicator = self._reducer = None
 
     def close(self, is_failed: bool = False) -> None:
         """Release hooks and storage; parameters and gradients become ordinary tensors again."""
@@ -408,8 +407,8 @@ class BucketedParameters:
                 del self.reduction.reducer
                 self._reducer = None
             if is_finished and not was_started:
-                for group in self._groups:
-                    group.give_back()
+                for communicator in self._communicators:
+                    communicator.give_back()
 
     def _finish(self, bucket: ParameterBucket) -> Tensor:
         return self.reduction.finish(bucket)
@@ -424,7 +423,7 @@ class BucketedParameters:
         )
 
 
-def _abandon_started(reduction: BackwardReduction | StreamedReduction, apart: Communicator) -> None:
+def _abandon_started(reduction: BackwardReduction | StreamedReduction, communicator: Communicator) -> None:
     """Have nobody wait for unfinished reductions, which other ranks may not have launched."""
     if reduction.started:
-        apart.abandon()
+        communicator.abandon()

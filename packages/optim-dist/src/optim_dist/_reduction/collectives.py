@@ -52,7 +52,7 @@ class Communicator:
 
     Args:
         timeout: seconds that a collective may take; None: as many as the group allows.
-        beside: another communicator of the same ranks. This one gets a group of its own, in which nobody else's
+        duplicate_of: another communicator of the same ranks. This one gets a group of its own, in which nobody else's
             collectives run, and adds to the other's traffic. Collective.
 
     Attributes:
@@ -70,7 +70,7 @@ class Communicator:
         group: dist.ProcessGroup | None,
         device: torch.device,
         timeout: float | None = None,
-        beside: Communicator | None = None,
+        duplicate_of: Communicator | None = None,
     ) -> None:
         self._world, self._process = _world(), os.getpid()
         self._kind: groups.Kind | None = None  # only if the group was made for this communicator
@@ -83,12 +83,12 @@ class Communicator:
             self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
             if self.rank < 0:
                 raise ValueError("this rank is not a member of the optimizer's process group")
-            if (timeout is not None or beside is not None) and self.world_size > 1:
+            if (timeout is not None or duplicate_of is not None) and self.world_size > 1:
                 group, self._kind = groups.own_group(group, Communicator(group, device), device, timeout)
             self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.group = group
         self.device = device
-        self.traffic: Traffic = Traffic() if beside is None else beside.traffic
+        self.traffic: Traffic = Traffic() if duplicate_of is None else duplicate_of.traffic
         self.is_lost = False
 
     @property
@@ -112,7 +112,7 @@ class Communicator:
             groups.give_back(self._kind, self.group)
         self._kind = None
 
-    def is_beside(self, other: Communicator) -> bool:
+    def has_same_world_as(self, other: Communicator) -> bool:
         """Whether both were made in one default process group."""
         return self._world is other._world
 

@@ -31,12 +31,12 @@ class GridCommunicator(Communicator):
         mesh: DeviceMesh,
         device: torch.device,
         timeout: float | None = None,
-        beside: Communicator | None = None,
+        duplicate_of: Communicator | None = None,
     ) -> None:
-        self._line = Communicator(_group_of(mesh, device), device, timeout, beside)
+        self._line = Communicator(_group_of(mesh, device), device, timeout, duplicate_of)
         super().__init__(self._line.group, device)
-        self._replicate = Communicator(mesh.get_group(0), device, timeout, beside)
-        self._shard = Communicator(mesh.get_group(1), device, timeout, beside)
+        self._replicate = Communicator(mesh.get_group(0), device, timeout, duplicate_of)
+        self._shard = Communicator(mesh.get_group(1), device, timeout, duplicate_of)
         for each in (self, self._replicate, self._shard):
             each.traffic = self._line.traffic
         self.rank = self._shard.rank * self._replicate.world_size + self._replicate.rank

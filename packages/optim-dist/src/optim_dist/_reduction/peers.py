@@ -223,13 +223,9 @@ class PeerCommunicator(Communicator):
     """Ranks of one host that move buckets without the process group; arguments as of ``Communicator``."""
 
     def __init__(
-        self,
-        group: torch.distributed.ProcessGroup | None,
-        device: torch.device,
-        timeout: float | None = None,
-        beside: Communicator | None = None,
+        self, group: torch.distributed.ProcessGroup | None, device: torch.device, timeout: float | None = None
     ) -> None:
-        super().__init__(group, device, timeout, beside)
+        super().__init__(group, device, timeout)
         self._memory: PeerMemory | None = None  # None while ranks check whether they can share memory
         if self.world_size > 1:
             self._memory = PeerMemory(self)
