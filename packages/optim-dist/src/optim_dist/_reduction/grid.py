@@ -33,31 +33,31 @@ class GridCommunicator(Communicator):
         timeout: float | None = None,
         duplicate_of: Communicator | None = None,
     ) -> None:
-        self._line = Communicator(_group_of(mesh, device), device, timeout, duplicate_of)
-        super().__init__(self._line.group, device)
+        self._all_ranks = Communicator(_group_of(mesh, device), device, timeout, duplicate_of)
+        super().__init__(self._all_ranks.group, device)
         self._replicate = Communicator(mesh.get_group(0), device, timeout, duplicate_of)
         self._shard = Communicator(mesh.get_group(1), device, timeout, duplicate_of)
-        for each in (self, self._replicate, self._shard):
-            each.traffic = self._line.traffic
+        self._parts = (self._all_ranks, self._replicate, self._shard)
+        self.traffic = self._replicate.traffic = self._shard.traffic = self._all_ranks.traffic
         self.rank = self._shard.rank * self._replicate.world_size + self._replicate.rank
-        # the chunk of every rank of the line, in the order of global ranks
-        self._chunks: list[int] = [chunk for (chunk,) in self._line.gather_json([self.rank])]
-        self.ranks = [self._line.ranks[self._chunks.index(chunk)] for chunk in range(self.world_size)]
+        # the chunk of every rank, in the order of global ranks
+        self._chunks: list[int] = [chunk for (chunk,) in self._all_ranks.gather_json([self.rank])]
+        self.ranks = [self._all_ranks.ranks[self._chunks.index(chunk)] for chunk in range(self.world_size)]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.waits_on_host = self._stream is None
 
     @property
     def is_usable(self) -> bool:
-        return super().is_usable and all(each.is_usable for each in (self._line, self._replicate, self._shard))
+        return super().is_usable and all(part.is_usable for part in self._parts)
 
     def abandon(self) -> None:
         super().abandon()
-        for each in (self._replicate, self._shard):
-            each.abandon()
+        for part in self._parts:
+            part.abandon()
 
     def give_back(self) -> None:
-        for each in (self._line, self._replicate, self._shard):
-            each.give_back()
+        for part in self._parts:
+            part.give_back()
 
     def chunk_of(self, member: int) -> int:
         return self._chunks[member]
@@ -77,7 +77,7 @@ class GridCommunicator(Communicator):
         chunks = flat.view(self.world_size, -1)
         if self._chunks != sorted(self._chunks):
             chunks = chunks[self._chunks]
-        return self._line.exchange(out, chunks.view(-1))
+        return self._all_ranks.exchange(out, chunks.view(-1))
 
     def _super_chunk(self, flat: Tensor) -> Tensor:
         size = flat.numel() // self._shard.world_size
