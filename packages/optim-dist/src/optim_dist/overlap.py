@@ -41,18 +41,18 @@ class BackwardReduction:
     reducer: Reducer  # for all buckets; ``extend`` sets it
 
     def __init__(
-        self, accumulation_steps: int | None, overlap: bool, ranks: Sequence[int], *, launches_in_step: bool = False
+        self, accumulation_steps: int | None, overlap: bool, ranks: Sequence[int], *, by_copies: bool = False
     ) -> None:
         self.buckets: list[Bucket] = []
         self.overlap = overlap
         self.passes = accumulation_steps or 1
-        # whether the loop has said which pass is the last of a step, whose gradients can be reduced as they arrive
-        self.is_told = overlap and accumulation_steps is not None
-        self._launches_in_step = launches_in_step
+        # whether the loop has said which pass is the last of a step, whose gradients go into buckets as they arrive
+        self.knows_last_pass = overlap and accumulation_steps is not None
+        self._by_copies = by_copies  # which are launched only in the step
         self.paused = False
         self.num_given_up = 0  # steps given up since construction
         self.counts: Tensor | None = None  # what ranks agreed on, see ``BucketedParameters.counts``
-        self._in_step: Sequence[Bucket] = self.buckets  # launch order if none is launched under backward
+        self._order_in_step: Sequence[Bucket] = self.buckets  # launch order if none is launched under backward
         self._order: Sequence[Bucket] = self.buckets  # launch order of this step
         self._next = 0  # place in that order of the next bucket to launch
         self._ranks = tuple(ranks)
@@ -86,7 +86,7 @@ class BackwardReduction:
 
     def arrange(self, buckets: Sequence[ParameterBucket]) -> None:
         """Set the order in which buckets are launched if none is launched under backward; it has all of them."""
-        self._in_step = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
+        self._order_in_step = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
         self._begin_order()
 
     @property
@@ -95,14 +95,14 @@ class BackwardReduction:
         return sum(bucket.gradients.nbytes for bucket in self.buckets)
 
     @property
-    def eager(self) -> bool:
+    def launches_under_backward(self) -> bool:
         """Whether reductions are launched during backward."""
-        return self.is_told and not self._launches_in_step
+        return self.knows_last_pass and not self._by_copies
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate; from now on those outside reduce while they run."""
-        self.is_told = self.overlap
+        self.knows_last_pass = self.overlap
         if not self.started:
             self._begin_order()
         before, self.paused = self.paused, True
@@ -124,7 +124,7 @@ class BackwardReduction:
     @property
     def is_due(self) -> bool:
         """Whether some rank may have launched a reduction, even if this one has not."""
-        if self.started or not self.eager or not self._handles:
+        if self.started or not self.launches_under_backward or not self._handles:
             return self.started
         is_refused = refused_passes[self._ranks] != self._refused_before
         return is_refused or any(bucket.missing < len(bucket.members) for bucket in self.buckets)
@@ -191,13 +191,13 @@ class BackwardReduction:
             bucket.missing = len(bucket.members)
 
     def _begin_order(self) -> None:
-        self._order, self._next = self.buckets if self.is_told else self._in_step, 0
+        self._order, self._next = self.buckets if self.knows_last_pass else self._order_in_step, 0
 
     def clear(self) -> None:
         """Drop all buckets; others may be added."""
         self.close()
         self.buckets.clear()
-        self._in_step = self.buckets
+        self._order_in_step = self.buckets
         self.restart()
 
     def close(self) -> None:
@@ -217,7 +217,7 @@ class BackwardReduction:
             gradient = member.parameter.grad
             assert gradient is not None, "hooks run behind the accumulation"
             member.arrived, self._latest = True, (member, weakref.ref(gradient))
-            is_counted = self.is_told and not self.paused
+            is_counted = self.knows_last_pass and not self.paused
             if is_counted:
                 member.arrivals += 1
                 if member.arrivals == self.passes:
@@ -231,7 +231,7 @@ class BackwardReduction:
                 raise
             if not is_counted:
                 return
-            if self._launches_in_step:
+            if self._by_copies:
                 if not bucket.missing:
                     bucket.check_gradients()
                     self._collect(bucket)

@@ -154,7 +154,7 @@ class DistOptimizer(StatefulOptimizer):
         counts = self._bucketed.counts
         step_checks.check_missing(self.param_groups, self.plan.parameters, self._entries, counts, self._has_gradient)
         self._follow_storage()
-        step_checks.check_scaler(self, self._bucketed.is_told)
+        step_checks.check_unscaled(self, self._bucketed.collects_under_backward)
 
     # 3: norm, and the scalars of the step
 

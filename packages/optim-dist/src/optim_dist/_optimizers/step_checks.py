@@ -89,13 +89,14 @@ def check_missing(
             raise RuntimeError(f"{entry.name} has no gradient on any rank; pass missing_grad='skip' or 'zero'")
 
 
-def check_scaler(optimizer: Optimizer, is_told: bool) -> None:
-    """Refuse a ``GradScaler`` that has unscaled ``.grad`` after backward had already reduced or taken gradients."""
+def check_unscaled(optimizer: Optimizer, collects_under_backward: bool) -> None:
+    """Refuse a ``GradScaler`` that has unscaled ``.grad`` after backward had brought gradients into buckets."""
     is_unscaled = getattr(optimizer, "found_inf", None) is not None and getattr(optimizer, "grad_scale", None) is None
-    if is_unscaled and is_told:
+    if is_unscaled and collects_under_backward:
         raise RuntimeError(
-            "scaler.unscale_() came after gradients were reduced under backward, or taken, so that it did not scale "
-            "them; leave it out and clip by max_norm= of the optimizer, or build that with overlap=False"
+            "scaler.unscale_() comes too late: with accumulation_steps= or no_sync() backward has reduced gradients "
+            "already, or copied them to be reduced; leave it out and clip by max_norm= of the optimizer, or build that "
+            "with overlap=False"
         )
 
 

@@ -88,7 +88,7 @@ class BucketedParameters:
             self._reducer = ReduceScatter(self._communicator, options.reduce_dtype)
         else:
             dtypes = options.reduce_dtype, options.reduced_dtype
-            exact = ExactOfPeers if self._launches_in_step and self._communicator.world_size > 1 else Exact
+            exact = ExactOfPeers if self._by_copies and self._communicator.world_size > 1 else Exact
             self._reducer = exact(self._communicator, *dtypes, self.buckets, in_pairs=options.is_tree)
         if options.accumulation_steps is not None or self._backward_communicator is not None:
             self._use_backward_communicator(self._reducer)
@@ -133,9 +133,9 @@ class BucketedParameters:
         return self.reduction.started
 
     @property
-    def is_told(self) -> bool:
-        """Whether gradients are taken during backward."""
-        return bool(self.buckets) and self.reduction.is_told
+    def collects_under_backward(self) -> bool:
+        """Whether backward reduces gradients, or brings them into buckets for copies that will."""
+        return bool(self.buckets) and self.reduction.knows_last_pass
 
     @property
     def has_gradients(self) -> bool:
@@ -195,21 +195,24 @@ class BucketedParameters:
         if self._present is None or self._present[0] != present:
             message = torch.tensor(present, dtype=torch.float32, device=self._communicator.device)
             self._present = (present, message)
-        # The message has to come at the same place among the reductions on every rank. If backward reduces, ranks have
-        # launched different numbers of buckets by now, so it comes behind all of them; also behind all if copies are to
-        # overlap with backward. Otherwise no bucket is launched yet: the message comes before all if it is read here
-        # and may stop the step, else behind the first, whose reduction the first update waits for anyway.
-        if self.reduction.eager:
-            self.reduction.launch_all()
-        elif isinstance(self.reduction, BackwardReduction) and not self._is_watched:
-            if self.reduction.is_told:
-                self.reduction.launch_all()
-            else:
-                self.reduction.launch_first()
+        self._launch_before_message()
         self.reduction.counts = self._meet().sum(0)
         self.reduction.launch_all()
         is_retried, self._is_retried = self._is_retried, False
         return not (is_retried and found_nothing(self.counts, self.buckets))
+
+    def _launch_before_message(self) -> None:
+        """Launch the reductions behind which ranks ``_meet``, which are the same on every rank.
+
+        If backward reduces, ranks have launched different numbers of buckets by now, so these are all; also all if
+        copies are to overlap with backward. Otherwise no bucket is launched yet: none comes before a message that is
+        read at once and may stop the step, else the first, whose reduction the first update waits for anyway.
+        """
+        reduction = self.reduction
+        if reduction.launches_under_backward or (reduction.knows_last_pass and not self._is_watched):
+            reduction.launch_all()
+        elif isinstance(reduction, BackwardReduction) and not self._is_watched:
+            reduction.launch_first()
 
     def _meet(self) -> Tensor:
         """Every rank's ``present``, ``[W, K]``; if steps are watched, an error unless all ranks are in the same one."""
@@ -302,14 +305,14 @@ class BucketedParameters:
         """Backward passes inside only accumulate. The first call is collective."""
         if self._reducer is None:
             return nullcontext()
-        if self._launches_in_step and self._options.overlap and not self.reduction.is_told:
+        if self._by_copies and self._options.overlap and not self.reduction.knows_last_pass:
             # from here on reductions are launched in another order
             gathered(self._communicator, _FIRST_NO_SYNC, None, _OTHERWISE)
         self._use_backward_communicator(self._reducer)
         return self.reduction.no_sync()
 
     @property
-    def _launches_in_step(self) -> bool:
+    def _by_copies(self) -> bool:
         """Whether reductions are copies, which must not be launched before the step."""
         return isinstance(self._communicator, PeerCommunicator) and not self._options.is_streamed
 
@@ -319,7 +322,7 @@ class BucketedParameters:
         A rank that lacks a gradient launches the reductions from that bucket on only at its step: after collectives of
         others (another optimizer, the user, FSDP) that on other ranks come after these reductions.
         """
-        if not self._options.overlap or self._launches_in_step or reducer.communicator is self._backward_communicator:
+        if not self._options.overlap or self._by_copies or reducer.communicator is self._backward_communicator:
             return
         if self._backward_communicator is None:
             self._backward_communicator = self._options.backward_communicator(self._communicator)
@@ -371,7 +374,7 @@ class BucketedParameters:
         if self._communicator.device.type == "cuda":
             # No host waits here, but a reduction that other ranks do not launch would stay on the device. So ranks
             # launch what others may have launched; but a rank that handles an error may be alone in closing.
-            is_agreed = is_everywhere and self.reduction.eager and sys.exc_info()[0] is None
+            is_agreed = is_everywhere and self.reduction.launches_under_backward and sys.exc_info()[0] is None
             if is_agreed or self.is_due:
                 if not is_agreed:
                     self._communicator.leave_memory()
@@ -418,9 +421,7 @@ class BucketedParameters:
         if options.is_streamed:
             assert options.accumulation_steps is not None, "options are checked"
             return StreamedReduction(options.accumulation_steps, ranks, options.dtype_of_sums, options.is_tree)
-        return BackwardReduction(
-            options.accumulation_steps, options.overlap, ranks, launches_in_step=self._launches_in_step
-        )
+        return BackwardReduction(options.accumulation_steps, options.overlap, ranks, by_copies=self._by_copies)
 
 
 def _abandon_started(reduction: BackwardReduction | StreamedReduction, communicator: Communicator) -> None:

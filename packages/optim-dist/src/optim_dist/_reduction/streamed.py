@@ -43,7 +43,7 @@ class StreamedReduction:
 
     reducer: Reducer  # for all buckets; set by ``extend``
     number = 0  # among the optimizers of this process, the same on all ranks; set by ``meet``
-    eager = is_told = True
+    launches_under_backward = knows_last_pass = True
 
     def __init__(
         self,
