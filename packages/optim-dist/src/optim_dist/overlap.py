@@ -103,7 +103,7 @@ class BackwardReduction:
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate; from now on those outside reduce while they run."""
         self.knows_last_pass = self.overlap
-        if not self.started:
+        if not self.has_launched:
             self._begin_order()
         before, self.paused = self.paused, True
         try:
@@ -112,7 +112,7 @@ class BackwardReduction:
             self.paused = before
 
     @property
-    def started(self) -> bool:
+    def has_launched(self) -> bool:
         """Whether a reduction of this step has been launched."""
         return self._next > 0
 
@@ -122,16 +122,16 @@ class BackwardReduction:
         return any(m.arrived and m.parameter.grad is not None for bucket in self.buckets for m in bucket.members)
 
     @property
-    def is_due(self) -> bool:
+    def any_rank_may_have_launched(self) -> bool:
         """Whether some rank may have launched a reduction, even if this one has not."""
-        if self.started or not self.launches_under_backward or not self._handles:
-            return self.started
+        if self.has_launched or not self.launches_under_backward or not self._handles:
+            return self.has_launched
         is_refused = refused_passes[self._ranks] != self._refused_before
         return is_refused or any(bucket.missing < len(bucket.members) for bucket in self.buckets)
 
     def launch_first(self) -> None:
         """Launch a bucket, if none is launched yet."""
-        if self.buckets and not self.started:
+        if self.buckets and not self.has_launched:
             self._launch()
 
     def launch_all(self) -> None:
@@ -158,7 +158,7 @@ class BackwardReduction:
         Args:
             is_agreed: all ranks call this, so that this one takes part even if it knows of no reduction.
         """
-        if is_agreed or self.is_due:
+        if is_agreed or self.any_rank_may_have_launched:
             self.num_given_up += 1
             for bucket in self._order[self._next :]:
                 self.reducer.launch(bucket)
@@ -171,11 +171,11 @@ class BackwardReduction:
 
         They may never end, as other ranks may launch none. The memory they write to stays, and is not used again.
         """
-        was_started = self.started
+        had_launched = self.has_launched
         for bucket in self._order[: self._next]:
             bucket.drop_gradients()
         self.restart()
-        return was_started
+        return had_launched
 
     def restart(self) -> None:
         """Forget what was launched and what has arrived: the next gradients belong to a new step."""
@@ -212,7 +212,7 @@ class BackwardReduction:
 
     def _hook(self, bucket: Bucket, member: ResidentMember) -> Callable[[Tensor], None]:
         def gradient_arrived(_: Tensor) -> None:
-            if self._all_dropped(member):
+            if self._follows_dropped_step(member):
                 self.drop()
             gradient = member.parameter.grad
             assert gradient is not None, "hooks run behind the accumulation"
@@ -252,7 +252,7 @@ class BackwardReduction:
         bucket = self._order[self._next]
         return not bucket.missing and self.reducer.is_ready(bucket)
 
-    def _all_dropped(self, arriving: ResidentMember) -> bool:
+    def _follows_dropped_step(self, arriving: ResidentMember) -> bool:
         """Whether the user has set this step's gradients to None, so that ``arriving`` is the first of a new step."""
         if self._latest is not None:
             latest, gradient = self._latest
@@ -260,14 +260,14 @@ class BackwardReduction:
             if found is not None and (latest is not arriving or found is gradient()):
                 return False
         # a gradient that autograd has made anew is not in the bucket yet
-        return arriving.parameter.grad is not arriving.gradient and self.are_gone(arriving)
+        return arriving.parameter.grad is not arriving.gradient and self.were_gradients_dropped(arriving)
 
-    def are_gone(self, arriving: ResidentMember | None = None) -> bool:
+    def were_gradients_dropped(self, arriving: ResidentMember | None = None) -> bool:
         """Whether this step has had gradients, perhaps only on other ranks, and none but ``arriving`` is left."""
-        if not self.is_due and self._latest is None:
+        if not self.any_rank_may_have_launched and self._latest is None:
             return False
         # then a pass was refused in another optimizer before any gradient had arrived here: look at all members
-        is_unseen = self._latest is None and not self.started
+        is_unseen = self._latest is None and not self.has_launched
         members = (m for b in self.buckets for m in b.members if is_unseen or b.launched or m.arrived)
         return all(m.parameter.grad is None for m in members if m is not arriving)
 

@@ -215,7 +215,7 @@ class PlannedOptimizer(LiveOptimizer):
         self.check_open()
         is_built = hasattr(self, "plan")  # else the constructor adds this group
         # ranks agree first, as they may differ in what is reduced already
-        if is_built and any(self._communicator.gather_json(self._bucketed.started)) and not self.is_between_steps:
+        if is_built and any(self._communicator.gather_json(self._bucketed.has_launched)) and not self.is_between_steps:
             raise RuntimeError(
                 "add_param_group between backward and step(): gradients are already being reduced; "
                 "add the group after step(), or call zero_grad() first"
@@ -301,10 +301,11 @@ class PlannedOptimizer(LiveOptimizer):
         """Whether no gradient has arrived since the last step, or all were dropped again. Collective."""
         self.check_open()
         # ranks agree first, as dropping reductions is collective
-        found = self._communicator.gather_json([self._bucketed.has_gradients, self._bucketed.is_due])
+        bucketed = self._bucketed
+        found = self._communicator.gather_json([bucketed.has_gradients, bucketed.any_rank_may_have_launched])
         if any(has_gradients for has_gradients, _ in found):
             return False
-        self._bucketed.drop(is_agreed=any(is_due for _, is_due in found))
+        bucketed.drop(is_agreed=any(may_have_launched for _, may_have_launched in found))
         return True
 
     def gather_parameters(self) -> None:

@@ -24,7 +24,7 @@ from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.forward_gathers import ForwardGathers
 from optim_dist._reduction.groups import gathered
 from optim_dist._reduction.peers import PeerCommunicator
-from optim_dist._reduction.storage import ParameterBucket, found_nothing
+from optim_dist._reduction.storage import ParameterBucket, no_rank_had_gradients
 from optim_dist._reduction.streamed import StreamedReduction
 from optim_dist.overlap import BackwardReduction
 from optim_dist.plan import Plan
@@ -128,9 +128,9 @@ class BucketedParameters:
         return self._shards
 
     @property
-    def started(self) -> bool:
+    def has_launched(self) -> bool:
         """Whether a reduction of this step has been launched."""
-        return self.reduction.started
+        return self.reduction.has_launched
 
     @property
     def collects_under_backward(self) -> bool:
@@ -156,16 +156,16 @@ class BucketedParameters:
 
     def check(self) -> None:
         """Refuse what has gone wrong on this rank; called before gradients are reduced, and once more afterwards."""
-        if found_nothing(self.counts, self.buckets):
+        if no_rank_had_gradients(self.counts, self.buckets):
             # a rank on which a gradient has arrived since has already dropped the reduction
             self._is_retried = True
             self.reduction.drop()
-        elif self.counts is not None and any(self.present) and self.reduction.are_gone():
+        elif self.counts is not None and any(self.present) and self.reduction.were_gradients_dropped():
             self.reduction.drop()  # the step was skipped after clipping; ranks with new gradients have dropped it
         if self.counts is None:
             if self._gathers is not None:
                 self._gathers.check()
-            if self.reduction.is_due and self.reduction.are_gone():
+            if self.reduction.any_rank_may_have_launched and self.reduction.were_gradients_dropped():
                 self.reduction.drop()  # the batch was given up, and this rank has no new gradients
             self.check_pointers()
         for bucket in self.buckets:
@@ -199,7 +199,7 @@ class BucketedParameters:
         self.reduction.counts = self._meet().sum(0)
         self.reduction.launch_all()
         is_retried, self._is_retried = self._is_retried, False
-        return not (is_retried and found_nothing(self.counts, self.buckets))
+        return not (is_retried and no_rank_had_gradients(self.counts, self.buckets))
 
     def _launch_before_message(self) -> None:
         """Launch the reductions behind which ranks ``_meet``, which are the same on every rank.
@@ -274,9 +274,9 @@ class BucketedParameters:
         self.reduction.finish_launched()
 
     @property
-    def is_due(self) -> bool:
+    def any_rank_may_have_launched(self) -> bool:
         """Whether some rank may have launched a reduction, as far as this one knows."""
-        return self.reduction.is_due
+        return self.reduction.any_rank_may_have_launched
 
     def drop(self, is_agreed: bool = False) -> None:
         """Give up this step's reductions; ``is_agreed``: all ranks do, also those that know of none."""
@@ -329,7 +329,7 @@ class BucketedParameters:
             if isinstance(self.reduction, BackwardReduction):
                 self.reduction.finish_launched()  # streamed reductions have their own group from the start
             # also at exit, if nobody has closed the optimizer
-            weakref.finalize(self, _abandon_started, self.reduction, self._backward_communicator)
+            weakref.finalize(self, _abandon_if_launched, self.reduction, self._backward_communicator)
         reducer.communicator = self._backward_communicator
         reducer.connect(self.buckets)
 
@@ -355,7 +355,7 @@ class BucketedParameters:
             if is_finished:
                 is_finished = self._end_reductions(is_everywhere)
                 self.wait()
-            elif self.started:
+            elif self.has_launched:
                 self._abandon_backward_communicator()
         finally:
             self.reduction.close()
@@ -375,7 +375,7 @@ class BucketedParameters:
             # No host waits here, but a reduction that other ranks do not launch would stay on the device. So ranks
             # launch what others may have launched; but a rank that handles an error may be alone in closing.
             is_agreed = is_everywhere and self.reduction.launches_under_backward and sys.exc_info()[0] is None
-            if is_agreed or self.is_due:
+            if is_agreed or self.any_rank_may_have_launched:
                 if not is_agreed:
                     self._communicator.leave_memory()
                 self.drop(is_agreed)
@@ -395,7 +395,7 @@ class BucketedParameters:
 
     def close(self, is_failed: bool = False) -> None:
         """Release hooks and storage; parameters and gradients become ordinary tensors again."""
-        is_finished, was_started = False, self.started
+        is_finished, had_launched = False, self.has_launched
         try:
             is_finished = self.detach(is_failed, is_everywhere=True)
         finally:
@@ -409,7 +409,7 @@ class BucketedParameters:
                 self.reduction.clear()
                 del self.reduction.reducer
                 self._reducer = None
-            if is_finished and not was_started:
+            if is_finished and not had_launched:
                 for communicator in self._communicators:
                     communicator.give_back()
 
@@ -424,7 +424,7 @@ class BucketedParameters:
         return BackwardReduction(options.accumulation_steps, options.overlap, ranks, by_copies=self._by_copies)
 
 
-def _abandon_started(reduction: BackwardReduction | StreamedReduction, communicator: Communicator) -> None:
+def _abandon_if_launched(reduction: BackwardReduction | StreamedReduction, communicator: Communicator) -> None:
     """Have nobody wait for unfinished reductions, which other ranks may not have launched."""
-    if reduction.started:
+    if reduction.has_launched:
         communicator.abandon()

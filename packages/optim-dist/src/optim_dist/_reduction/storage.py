@@ -140,7 +140,7 @@ def flat_view(flat: Tensor, offset: int, spec: ParameterSpec) -> Tensor:
     return flat[offset : offset + spec.numel].as_strided(spec.shape, spec.stride)
 
 
-def found_nothing(counts: Tensor | None, buckets: Iterable[ParameterBucket]) -> bool:
+def no_rank_had_gradients(counts: Tensor | None, buckets: Iterable[ParameterBucket]) -> bool:
     """Whether ranks have reduced for a norm when none of them had a gradient: the next gradients then begin the step.
 
     ``counts`` (for each parameter, on how many ranks it had a gradient) are the same everywhere, and so is the answer.

@@ -28,7 +28,7 @@ from torch.autograd import Variable
 
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.rolling import NUM_BUFFERS, Buffer, StreamedBucket, build_streamed_bucket
-from optim_dist._reduction.storage import Contribution, Member, ParameterBucket, found_nothing
+from optim_dist._reduction.storage import Contribution, Member, ParameterBucket, no_rank_had_gradients
 from optim_dist._reduction.written_streams import WrittenStreams, keep_until_read
 from optim_dist.overlap import refused_passes
 from optim_dist.plan import BucketPlan, ParameterSpec
@@ -122,7 +122,7 @@ class StreamedReduction:
         )
 
     @property
-    def started(self) -> bool:
+    def has_launched(self) -> bool:
         """Whether a reduction of this step has been launched."""
         return self._round > 0 or self._next > 0
 
@@ -132,13 +132,13 @@ class StreamedReduction:
         return any(member.arrived for bucket in self.buckets for member in bucket.members)
 
     @property
-    def is_due(self) -> bool:
+    def any_rank_may_have_launched(self) -> bool:
         """Whether some rank may have launched a reduction, even if this one has not."""
-        if self.started or not self._handles:
-            return self.started
+        if self.has_launched or not self._handles:
+            return self.has_launched
         return self._num_passes > 0 or refused_passes[self._ranks] != self._refused_before
 
-    def are_gone(self) -> bool:
+    def were_gradients_dropped(self) -> bool:
         """False: reductions leave no ``.grad``, so that there is none says nothing."""
         return False
 
@@ -171,7 +171,7 @@ class StreamedReduction:
         Args:
             is_agreed: all ranks do this, so one that knows of no reduction takes part, too.
         """
-        if is_agreed or self.is_due:
+        if is_agreed or self.any_rank_may_have_launched:
             self.num_given_up += 1
             while self.buckets and self._round < self.passes:
                 self._launch(is_given_up=True)
@@ -185,9 +185,9 @@ class StreamedReduction:
         They may never end, since other ranks may not launch them. The memory they write to stays, and is not used
         again.
         """
-        was_started = self.started
+        had_launched = self.has_launched
         self.restart()
-        return was_started
+        return had_launched
 
     def restart(self) -> None:
         """Forget what was launched and what has arrived: the next gradients belong to a new step."""
@@ -236,7 +236,7 @@ class StreamedReduction:
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
-        if found_nothing(self.counts, self.buckets):
+        if no_rank_had_gradients(self.counts, self.buckets):
             self.drop()
         if self._num_passes == self.passes or self.counts is not None:
             # other optimizers read this, see ``overlap.refused_passes``
