@@ -37,8 +37,7 @@ class StreamedBucket(ParameterBucket):
     sums: Tensor
     specs: Sequence[ParameterSpec]  # of the members
     tree: PassTree | None = None  # if passes are added up in pairs
-    missing: int = 0  # members without a gradient for the next reduction
-    counted: list[bool] = field(default_factory=list)  # per member: has it one
+    missing: set[int] = field(default_factory=set)  # places of members without a gradient for the next reduction
     is_over: bool = False  # the last reduction of this step was launched
     is_fresh: bool = True  # nothing was added to this step's sums yet
 
@@ -59,12 +58,11 @@ class StreamedBucket(ParameterBucket):
 
     def count_in(self, place: int) -> None:
         """Note that a gradient of the member at ``place`` has arrived."""
-        self.missing -= not self.counted[place]
-        self.counted[place] = True
+        self.missing.discard(place)
 
     def begin_pass(self) -> None:
         """Expect a gradient of every member once more."""
-        self.missing, self.counted = len(self.members), [False] * len(self.members)
+        self.missing.update(range(len(self.members)))
 
     def restart(self) -> None:
         """Begin a step: the next gradients belong to it."""
