@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optim_dist import TritonDistMuon
 from optim_dist._muon.halves import apply_updates, momenta
-from optim_dist._muon.launched import Momenta, Updates
-from optim_dist._muon.owner import Owner, Whole, room_for
+from optim_dist._muon.launches import Momenta, Updates
+from optim_dist._muon.owner import Owner, WholeMatrix, room_for
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.shards import Item, StepContext, make_shard
 from optim_dist._reduction.joined import Joined, alike
@@ -128,10 +128,10 @@ def test_launches_have_the_bits_of_plain_torch(name):
             by_momenta.run(items, context, us[-1])
             by_updates.run(items, views, us[-1])
             if impl == "triton":
-                assert [len(each.sorted.launches) for each in (by_momenta, by_updates)] == [1, 1]
-                assert by_momenta.sorted.rest == by_updates.sorted.rest == [step % 3]
+                assert [len(each.sorter.launches) for each in (by_momenta, by_updates)] == [1, 1]
+                assert by_momenta.sorter.rest == by_updates.sorter.rest == [step % 3]
             else:
-                assert not by_momenta.sorted.launches
+                assert not by_momenta.sorter.launches
         found.append((items, us))
     (items, us), (launched, launched_us) = found
     assert all(torch.equal(*pair) for each in zip(us, launched_us, strict=True) for pair in zip(*each, strict=True))
@@ -163,11 +163,11 @@ def test_what_launches_cannot_take_is_left_to_plain_torch_with_the_reason():
         apply_updates(expected, views, wanted)
     for left, right in zip(items, expected, strict=True):
         assert torch.equal(left.shard.value, right.shard.value), left.shard.name
-    assert by_momenta.sorted.rest == [1, 3, 4, 5, 7]
-    assert by_momenta.sorted.reasons[4] == "its momentum is torch.float64; the kernels take float32, float16, bfloat16"
-    assert by_momenta.sorted.reasons[1] == "impl='torch'"
-    assert by_updates.sorted.rest == [1, 2, 3, 5, 7]
-    assert by_updates.sorted.reasons[2].startswith("its value must be contiguous, but is torch.float32 of shape (8, 2)")
+    assert by_momenta.sorter.rest == [1, 3, 4, 5, 7]
+    assert by_momenta.sorter.reasons[4] == "its momentum is torch.float64; the kernels take float32, float16, bfloat16"
+    assert by_momenta.sorter.reasons[1] == "impl='torch'"
+    assert by_updates.sorter.rest == [1, 2, 3, 5, 7]
+    assert by_updates.sorter.reasons[2].startswith("its value must be contiguous, but is torch.float32 of shape (8, 2)")
 
 
 class Calls(TorchDispatchMode):
@@ -210,7 +210,7 @@ def test_an_owner_computes_directions_by_the_kernels():
         items = make_items([group], torch.float32, shapes=shapes, device=device)[:3]
         for item, view in zip(items, views, strict=True):
             item.state["second_momentum_buffer"] = new_second_moment(item.shard.value, view)
-        matrices = [Whole(view, torch.float32) for view in views]
+        matrices = [WholeMatrix(view, torch.float32) for view in views]
         memory = torch.full((room_for(matrices),), 255, dtype=torch.uint8, device=device)
         owner = Owner(matrices, memory, MuonPlanner())
         for u, shape in zip(owner.us, shapes, strict=True):

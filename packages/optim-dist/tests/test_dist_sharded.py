@@ -133,7 +133,7 @@ def launches_for_all_shards_have_the_same_bits(rank, world_size):
                 optimizer.clip_with(
                     torch.full((), 0.5, device=mesh.device_type), torch.ones((), device=mesh.device_type)
                 )
-            with mock.patch("optim_dist._muon.launched._why_plain", return_value=None):
+            with mock.patch("optim_dist._muon.launches._why_plain_torch", return_value=None):
                 launching.step()
             plain.step()
             for number, (left, right) in enumerate(zip(cut, other, strict=True)):
@@ -145,7 +145,7 @@ def launches_for_all_shards_have_the_same_bits(rank, world_size):
         assert "plain torch" not in launching.explain()
         for optimizer, count in ((launching, 1), (plain, 0)):
             for batch in optimizer._resident._muon._batches:
-                assert len(batch._momenta.sorted.launches) == len(batch._updates.sorted.launches) == count
+                assert len(batch._momenta.sorter.launches) == len(batch._updates.sorter.launches) == count
 
 
 @scenario(2)
@@ -162,7 +162,7 @@ def gradients_may_be_on_their_way_from_other_ranks(rank, world_size):
             pending = DTensor.from_local(gradient / world_size, mesh, [Partial()])
             launching.grad = pending.redistribute(placements=plain.placements, async_op=True)
             assert isinstance(launching.grad._local_tensor, AsyncCollectiveTensor)
-        with mock.patch("optim_dist._muon.launched._why_plain", return_value=None):
+        with mock.patch("optim_dist._muon.launches._why_plain_torch", return_value=None):
             optimizers[0].step()
         optimizers[1].step()
         assert torch.equal(launching.to_local(), plain.to_local()), step

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from optim_dist._muon.sharded import Matrix, ShardedMuon
+from optim_dist._muon.sharded import ShardedMatrix, ShardedMuon
 from optim_dist._optimizers.construction import joint_layout, local
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.options import Options
@@ -68,7 +68,7 @@ class ResidentParameters:
             elif self._communicator.world_size == 1 and not self._options.is_tree:
                 self._members.append(Resident(index, entry, spec))
         matrices = [
-            Matrix(m.index, m.spec.shape, m.spec.dtype, m.layout, _view(m), m.spec.cost)
+            ShardedMatrix(m.index, m.spec.shape, m.spec.dtype, m.layout, _view(m), m.spec.cost)
             for m in self._members
             if m.spec.route == "muon" and m.layout is not None
         ]
@@ -145,9 +145,9 @@ class ResidentParameters:
         return {} if self._muon is None else self._muon.owners
 
     @property
-    def plain(self) -> dict[int, str]:
+    def plain_torch_reasons(self) -> dict[int, str]:
         """Why the momentum or update of a sharded matrix was in plain torch in the last step, by plan index."""
-        return {} if self._muon is None else self._muon.plain
+        return {} if self._muon is None else self._muon.plain_torch_reasons
 
     def _shard(self, member: Resident) -> Shard:
         # the same tensor object every step where possible, so that what was planned for it still holds

@@ -1,7 +1,7 @@
 """The elementwise parts of a Muon step on shards of matrices: before and after the owner's work.
 
 The formulas are those of ``optim_kernels.reference.muon``, called on the shards of many matrices at once, in plain
-torch on any device. Where optim-kernels has one launch for many shards, ``launched`` uses that instead.
+torch on any device. Where optim-kernels has one launch for many shards, ``launches`` uses that instead.
 """
 
 from __future__ import annotations

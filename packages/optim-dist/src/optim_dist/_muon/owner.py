@@ -40,7 +40,7 @@ _DIRECTION_ONLY: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeMatrix:
     """A matrix at its owner: how its parameter is read as matrices, and the dtype in which it travels."""
 
     view: MatrixView
@@ -58,7 +58,7 @@ class Whole:
         return flat.view([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(order))])
 
 
-def room_for(matrices: Sequence[Whole]) -> int:
+def room_for(matrices: Sequence[WholeMatrix]) -> int:
     """Bytes of U and O of all the matrices."""
     return 2 * sum(matrix.nbytes for matrix in matrices)
 
@@ -74,7 +74,7 @@ class Owner:
         us, os: U and O of every matrix, in that memory.
     """
 
-    def __init__(self, matrices: Sequence[Whole], memory: Tensor, planner: MuonPlanner) -> None:
+    def __init__(self, matrices: Sequence[WholeMatrix], memory: Tensor, planner: MuonPlanner) -> None:
         self._matrices = matrices
         self.us: list[Tensor] = []
         self.os: list[Tensor] = []

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optim_dist._muon.launched import Momenta, Updates
-from optim_dist._muon.owner import Owner, Whole, room_for
+from optim_dist._muon.launches import Momenta, Updates
+from optim_dist._muon.owner import Owner, WholeMatrix, room_for
 from optim_dist._optimizers.shards import Item, StepContext, check_rounding
 from optim_dist._reduction.collectives import Communicator, Waitable
 from optim_dist.planning import DEFAULT_BUCKET_MB
@@ -34,7 +34,7 @@ from optim_utils.param_groups import MatrixView
 
 
 @dataclass(frozen=True)
-class Matrix:
+class ShardedMatrix:
     """A parameter of the Muon route: how it is cut, and the cost of its iteration."""
 
     index: int  # in the plan
@@ -49,9 +49,9 @@ class Matrix:
         return prod(self.shape) * self.dtype.itemsize
 
     @property
-    def whole(self) -> Whole:
+    def whole(self) -> WholeMatrix:
         """The matrix as its owner sees it."""
-        return Whole(self.view, self.dtype)
+        return WholeMatrix(self.view, self.dtype)
 
 
 class Move(NamedTuple):
@@ -98,7 +98,7 @@ class Batch:
 
     def __init__(
         self,
-        matrices: Sequence[Matrix],
+        matrices: Sequence[ShardedMatrix],
         owners: Mapping[int, int],
         moments: Mapping[int, Tensor],
         world: Communicator,
@@ -145,15 +145,15 @@ class Batch:
         self._spread.release()
 
     @property
-    def plain(self) -> dict[int, str]:
+    def plain_torch_reasons(self) -> dict[int, str]:
         """Why the momentum or update of local shards used plain torch in the last step; keyed by index in the plan."""
-        return self._updates.sorted.reasons | self._momenta.sorted.reasons
+        return self._updates.sorter.reasons | self._momenta.sorter.reasons
 
 
 class ShardedMuon:
     """The owners of all matrices, and their batches."""
 
-    def __init__(self, matrices: Sequence[Matrix], communicator: Communicator, bucket_mb: float | None) -> None:
+    def __init__(self, matrices: Sequence[ShardedMatrix], communicator: Communicator, bucket_mb: float | None) -> None:
         self._communicator = communicator
         chosen = partition([float(matrix.cost) for matrix in matrices], communicator.world_size).owner
         self.owners = {matrix.index: communicator.ranks[owner] for matrix, owner in zip(matrices, chosen)}
@@ -188,9 +188,9 @@ class ShardedMuon:
         batches[-1].finish(by_index, leaving.wait())
 
     @property
-    def plain(self) -> dict[int, str]:
-        """``Batch.plain`` of all batches."""
-        return {index: reason for batch in self._batches for index, reason in batch.plain.items()}
+    def plain_torch_reasons(self) -> dict[int, str]:
+        """``Batch.plain_torch_reasons`` of all batches."""
+        return {index: reason for batch in self._batches for index, reason in batch.plain_torch_reasons.items()}
 
     def _planned(self, items: Mapping[int, Item], new_planner: Callable[[], MuonPlanner]) -> list[Batch]:
         """The batches, planned anew if a group has begun or ceased to keep second moments."""
@@ -210,20 +210,20 @@ class ShardedMuon:
         return self._batches
 
 
-def owned_by(rank: int, matrices: Sequence[Matrix], owners: Mapping[int, int]) -> list[Matrix]:
+def owned_by(rank: int, matrices: Sequence[ShardedMatrix], owners: Mapping[int, int]) -> list[ShardedMatrix]:
     """The matrices that ``rank`` orthogonalizes."""
     return [matrix for matrix in matrices if owners[matrix.index] == rank]
 
 
-def _cut(matrices: Sequence[Matrix], owners: Mapping[int, int], max_bytes: float) -> list[list[Matrix]]:
+def _cut(matrices: Sequence[ShardedMatrix], owners: Mapping[int, int], max_bytes: float) -> list[list[ShardedMatrix]]:
     """Batches of about ``max_bytes``, with an equal share of every owner's matrices in each."""
-    lists: dict[int, list[Matrix]] = {}
+    lists: dict[int, list[ShardedMatrix]] = {}
     for matrix in matrices:
         lists.setdefault(owners[matrix.index], []).append(matrix)
     total = sum(matrix.nbytes for matrix in matrices)
     longest = max(len(mine) for mine in lists.values())
     count = max(1, min(longest, -(-total // int(max(1, max_bytes)))))
-    parts: list[list[Matrix]] = [[] for _ in range(count)]
+    parts: list[list[ShardedMatrix]] = [[] for _ in range(count)]
     for mine in lists.values():
         for place, matrix in enumerate(mine):
             parts[place * count // len(mine)].append(matrix)

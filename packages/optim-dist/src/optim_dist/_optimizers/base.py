@@ -316,21 +316,17 @@ class DistOptimizer(StatefulOptimizer):
 
     def explain(self) -> Explanation:
         """Where every parameter is, who updates it, and what a step sends; text, with ``.data`` for programs."""
-        multipliers = given_multipliers(self._entries)
-        buckets, resident = self._bucketed.buckets, self._resident
-        held = sum(nbytes(value) for state in self.state.values() for value in state.values())
-        gradient_bytes = self._bucketed.gradient_bytes
         return explain(
             self.plan,
             self._options,
             self._communicator,
-            buckets,
-            resident.owners,
-            resident.plain,
-            held,
-            gradient_bytes,
-            multipliers,
-            remarks(self.param_groups, self._entries, self._options.model),
+            buckets=self._bucketed.buckets,
+            owners=self._resident.owners,
+            plain_torch_reasons=self._resident.plain_torch_reasons,
+            state_bytes=sum(nbytes(value) for state in self.state.values() for value in state.values()),
+            gradient_bytes=self._bucketed.gradient_bytes,
+            multipliers=given_multipliers(self._entries),
+            remarks=remarks(self.param_groups, self._entries, self._options.model),
         )
 
 

@@ -27,9 +27,10 @@ def explain(
     plan: Plan,
     options: Options,
     communicator: Communicator,
+    *,
     buckets: Sequence[ParameterBucket],
     owners: Mapping[int, int],
-    plain: Mapping[int, str],
+    plain_torch_reasons: Mapping[int, str],
     state_bytes: int,
     gradient_bytes: int,
     multipliers: Mapping[str, tuple[float, float]],
@@ -39,7 +40,7 @@ def explain(
 
     Args:
         owners: for each matrix that is cut over ranks, the rank that orthogonalizes it, by plan index.
-        plain: why this rank's part of such a matrix was left out of the grouped launches in the last step.
+        plain_torch_reasons: why the grouped launches of the last step left out this rank's part of such a matrix.
         state_bytes: bytes of this rank's states.
         gradient_bytes: bytes of the gradients of its buckets.
         multipliers: keyed by parameter name: the factors of lr and weight_decay, where one is not 1.
@@ -57,7 +58,7 @@ def explain(
             **_described(spec),
             "sharding": spec.sharding,
             "owner": owners.get(index),
-            "plain_torch": plain.get(index),
+            "plain_torch": plain_torch_reasons.get(index),
         }
         for index, spec in enumerate(plan.parameters)
         if spec.sharding

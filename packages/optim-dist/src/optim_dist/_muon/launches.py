@@ -24,7 +24,7 @@ P = TypeVar("P")
 
 
 @dataclass
-class Launched(Generic[P]):
+class Launch(Generic[P]):
     """The shards of one launch, by their places in the batch.
 
     Args:
@@ -48,11 +48,11 @@ class Launched(Generic[P]):
         return [items[place].group[option] for place in self.first]
 
 
-class Sorted(Generic[P]):
+class LaunchSorter(Generic[P]):
     """Which launch takes which shards of a batch.
 
     Args:
-        make: makes a launch.
+        make: makes what ``Launch.plan`` is.
         rule: names of the fields of ``reference.muon.MuonRule`` that all shards of a launch have in common.
 
     Attributes:
@@ -66,7 +66,7 @@ class Sorted(Generic[P]):
         self._kept: dict[Hashable, P] = {}
         self._known = KnownKinds()
         self._seen: tuple[Any, ...] | None = None
-        self.launches: list[Launched[P]] = []
+        self.launches: list[Launch[P]] = []
         self.rest: list[int] = []
         self.reasons: dict[int, str] = {}
 
@@ -94,11 +94,11 @@ class Sorted(Generic[P]):
         if seen == self._seen:
             return
         self._seen, self.rest, self.reasons = None, [], {}
-        found: dict[Hashable, Launched[P]] = {}
+        found: dict[Hashable, Launch[P]] = {}
         for place, (item, *tensors) in enumerate(zip(items, *lists, strict=True)):
             reason = None
             if tensors[0] is not None:
-                reason = _why_plain(item.group, item.shard.value) or why_not(place)
+                reason = _why_plain_torch(item.group, item.shard.value) or why_not(place)
             if tensors[0] is None or reason is not None:
                 self.rest.append(place)
                 if reason is not None:
@@ -108,23 +108,23 @@ class Sorted(Generic[P]):
             dtypes = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
             key = (*(getattr(rule, name) for name in self._rule), dtypes)
             if key not in found:
-                found[key] = Launched(self._kept.setdefault(key, self._make()))
+                found[key] = Launch(self._kept.setdefault(key, self._make()))
             _append(found[key], items, place, scale_of(place))
-        self._kept = {key: launched.plan for key, launched in found.items()}
+        self._kept = {key: launch.plan for key, launch in found.items()}
         self.launches, self._seen = list(found.values()), seen
 
 
-def _append(launched: Launched[Any], items: Sequence[Item], place: int, scale: float) -> None:
+def _append(launch: Launch[Any], items: Sequence[Item], place: int, scale: float) -> None:
     group = items[place].group
-    number = next((i for i, first in enumerate(launched.first) if items[first].group is group), len(launched.first))
-    if number == len(launched.first):
-        launched.first.append(place)
-    launched.places.append(place)
-    launched.groups.append(number)
-    launched.scales.append(scale)
+    number = next((i for i, first in enumerate(launch.first) if items[first].group is group), len(launch.first))
+    if number == len(launch.first):
+        launch.first.append(place)
+    launch.places.append(place)
+    launch.groups.append(number)
+    launch.scales.append(scale)
 
 
-def _why_plain(group: Mapping[str, Any], value: Tensor) -> str | None:
+def _why_plain_torch(group: Mapping[str, Any], value: Tensor) -> str | None:
     """Why the group's ``impl`` rules out a launch, or None."""
     if group["impl"] == "torch":
         return "impl='torch'"
@@ -135,7 +135,7 @@ class Momenta:
     """The momentum of a batch's shards: ``halves.momenta`` in launches that are kept."""
 
     def __init__(self) -> None:
-        self.sorted = Sorted(MuonMomenta, "nesterov", "maximize")
+        self.sorter = LaunchSorter(MuonMomenta, "nesterov", "maximize")
 
     def run(self, items: Sequence[Item], context: StepContext, us: Sequence[Tensor]) -> None:
         """Update every shard's momentum by its gradient, and write each shard's U, zeros for a matrix left alone."""
@@ -146,21 +146,21 @@ class Momenta:
             grad = grads[place]
             return None if grad is None else MuonMomenta.why_not(grad, buffers[place], us[place])
 
-        self.sorted.follow(items, [grads, buffers, us], why_not, lambda _: 1.0)
-        for launched in self.sorted.launches:
-            rule = rule_of(items[launched.places[0]].group)
-            launched.plan.step(
-                launched.of(grads),
-                launched.of(buffers),
-                launched.of(us),
-                momentum=launched.by_group(items, "momentum"),
-                groups=launched.groups,
+        self.sorter.follow(items, [grads, buffers, us], why_not, lambda _: 1.0)
+        for launch in self.sorter.launches:
+            rule = rule_of(items[launch.places[0]].group)
+            launch.plan.step(
+                launch.of(grads),
+                launch.of(buffers),
+                launch.of(us),
+                momentum=launch.by_group(items, "momentum"),
+                groups=launch.groups,
                 nesterov=rule.nesterov,
                 maximize=rule.maximize,
                 clip_factor=context.factor,
                 grad_scale=context.grad_scale,
             )
-        rest = self.sorted.rest
+        rest = self.sorter.rest
         if rest:
             momenta([items[place] for place in rest], context, [us[place] for place in rest])
 
@@ -169,7 +169,7 @@ class Updates:
     """The update of a batch's shards: ``halves.apply_updates`` in launches that are kept."""
 
     def __init__(self) -> None:
-        self.sorted = Sorted(MuonUpdates, "cautious")
+        self.sorter = LaunchSorter(MuonUpdates, "cautious")
 
     def run(self, items: Sequence[Item], views: Sequence[MatrixView], updates: Sequence[Tensor]) -> None:
         """Update every parameter's shard by the shard of its direction in ``updates``."""
@@ -183,25 +183,25 @@ class Updates:
             return None if value is None else MuonUpdates.why_not(value, *given)
 
         lists = [values, updates, masters, steps]
-        self.sorted.follow(items, lists, why_not, lambda place: scales(items[place], views[place])[0])
-        for launched in self.sorted.launches:
-            first = launched.places[0]
-            given = [items[place] for place in launched.places]
-            launched.plan.step(
-                launched.of(values),
-                launched.of(updates),
-                lr=launched.by_group(items, "lr"),
-                weight_decay=launched.by_group(items, "weight_decay"),
-                groups=launched.groups,
-                scales=launched.scales,
+        self.sorter.follow(items, lists, why_not, lambda place: scales(items[place], views[place])[0])
+        for launch in self.sorter.launches:
+            first = launch.places[0]
+            given = [items[place] for place in launch.places]
+            launch.plan.step(
+                launch.of(values),
+                launch.of(updates),
+                lr=launch.by_group(items, "lr"),
+                weight_decay=launch.by_group(items, "weight_decay"),
+                groups=launch.groups,
+                scales=launch.scales,
                 cautious=rule_of(items[first].group).cautious,
-                masters=None if masters[first] is None else launched.of(masters),
-                steps=None if steps[first] is None else launched.of(steps),
+                masters=None if masters[first] is None else launch.of(masters),
+                steps=None if steps[first] is None else launch.of(steps),
                 seed=[item.group["seed"] for item in given],
                 indices=[item.shard.listed for item in given],
                 starts=[item.shard.start for item in given],
             )
-        rest = self.sorted.rest
+        rest = self.sorter.rest
         if rest:
             apply_updates(
                 [items[place] for place in rest], [views[place] for place in rest], [updates[place] for place in rest]
