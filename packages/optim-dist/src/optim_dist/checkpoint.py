@@ -31,7 +31,7 @@ from optim_dist._checkpoint import background, nanochat
 from optim_dist._checkpoint import manifest as manifests
 from optim_dist._checkpoint import saving as saves
 from optim_dist._checkpoint.background import Saving
-from optim_dist._checkpoint.codes import with_numbers
+from optim_dist._checkpoint.codes import decode_where_cut
 from optim_dist._checkpoint.contents import (
     compare_groups,
     compare_rest,
@@ -165,7 +165,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     folder, communicator = Path(path), opt.communicator
     rest: dict[str, Any] = {}
     specs: list[ParameterSpec] = []
-    contents: dict[int, dict[str, dict[str, Any]]] = {}  # as ``codes.Contents``
+    contents: dict[int, dict[str, dict[str, Any]]] = {}  # as ``codes.PartsByFile``
     common: dict[str, Any] = {}
     saved: list[SavedParameter] = []
     cause: Exception | None = None
@@ -196,7 +196,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
                 contents[saved_rank] = _read(folder, manifests.rank_file(saved_rank), mmap=True)
                 problems += _compare_contents(contents[saved_rank], saved_rank, manifest)
             if not problems:
-                saved = with_numbers(manifest.parameters, specs, contents)
+                saved = decode_where_cut(manifest.parameters, specs, contents)
     except Exception as error:  # of any kind: the other ranks wait for what this one has found
         problems += error.problems if isinstance(error, CheckpointError) else [described(communicator.rank, error)]
         cause = error

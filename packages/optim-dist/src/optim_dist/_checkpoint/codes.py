@@ -30,7 +30,7 @@ class Flat(Protocol):
     def __getitem__(self, part: slice, /) -> Tensor: ...
 
 
-Contents = Mapping[int, dict[str, dict[str, Any]]]  # keyed by file, parameter, key: tensors; Flat after with_numbers
+PartsByFile = Mapping[int, dict[str, dict[str, Any]]]  # keyed by file, parameter, key: tensors; Flat once decoded
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,17 @@ def in_files(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor, int, dict[
             yield key, value, 1, {}
 
 
-def joined(state: dict[str, Tensor], saved: SavedParameter) -> None:
+def join_codes(state: dict[str, Tensor], saved: SavedParameter) -> None:
     """Replace codes and scales that have been read, in ``state``, by 8-bit moments."""
     for key, fmt in _coded(saved):
         codes = state[key]
         state[key] = LowBitTensor(codes, state.pop(key + SCALE), None, fmt, codes.shape)
 
 
-def with_numbers(
-    parameters: Sequence[SavedParameter], specs: Sequence[ParameterSpec], contents: Contents
+def decode_where_cut(
+    parameters: Sequence[SavedParameter], specs: Sequence[ParameterSpec], read: PartsByFile
 ) -> list[SavedParameter]:
-    """Replace codes by numbers, in the result and in ``contents``, where ``specs`` may cut through blocks."""
+    """Put numbers in the place of codes in ``read``, where ``specs`` may cut through blocks; return what it has now."""
     blocks = {spec.name: 1 if spec.sharding else spec.block for spec in specs}
     found = []
     for saved in parameters:
@@ -79,7 +79,7 @@ def with_numbers(
                 continue
             state[key] = SavedState("float32", state[key].shape, in_pieces=True)
             del state[key + SCALE]
-            for parts in (content[saved.name] for content in contents.values() if saved.name in content):
+            for parts in (file[saved.name] for file in read.values() if saved.name in file):
                 parts[key] = Numbers(parts[key], parts.pop(key + SCALE), fmt)
         found.append(replace(saved, state=state))
     return found

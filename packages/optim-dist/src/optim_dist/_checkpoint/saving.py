@@ -1,6 +1,6 @@
-"""The half of a save before anything is written: ranks agree, and each takes its contents from the training.
+"""The half of a save before anything is written: ranks agree, and each takes its snapshot of the training.
 
-With ``async_`` the contents are copied, and the other half, ``writing.write``, runs in a thread; else it follows at
+With ``async_`` the snapshot is a copy, and the other half, ``writing.write``, runs in a thread; else it follows at
 once.
 """
 
@@ -30,7 +30,7 @@ from optim_dist._checkpoint.contents import (
 from optim_dist._checkpoint.faults import raised_together
 from optim_dist._checkpoint.removal import Choice
 from optim_dist._checkpoint.staging import Staging, on_host
-from optim_dist._checkpoint.writing import LATEST, Contents, Destination, write
+from optim_dist._checkpoint.writing import LATEST, Destination, Snapshot, write
 from optim_dist._optimizers.agreement import check_options
 from optim_dist._optimizers.base import DistOptimizer
 from optim_dist._reduction.collectives import Communicator
@@ -77,7 +77,7 @@ def save(
             if async_:
                 common = staging.copy_common(common)
         staging.finish()
-    contents = Contents(
+    snapshot = Snapshot(
         communicator.rank,
         communicator.world_size,
         opt.plan.hash,
@@ -88,10 +88,10 @@ def save(
         common if is_first else {},
     )
     if not async_:
-        write(contents, destination, communicator)
+        write(snapshot, destination, communicator)
         return None
-    apart = background.on_cpu(communicator)
-    return background.start(folder, lambda: write(contents, destination, apart))
+    on_cpu = background.on_cpu(communicator)
+    return background.start(folder, lambda: write(snapshot, destination, on_cpu))
 
 
 def _agreed(wanted: Destination, opt: DistOptimizer, options: Mapping[str, Any], faults: Sequence[str]) -> Destination:

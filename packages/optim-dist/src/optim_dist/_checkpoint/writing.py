@@ -1,4 +1,4 @@
-"""From every rank's contents to a folder with its final name: the half of a save that may run in the background.
+"""From every rank's snapshot to a folder with its final name: the half of a save that may run in the background.
 
     1. each rank creates its file, still empty, in a hidden folder: ranks that find each other's files are one site
     2. each rank writes its file, the first one ``common.pt``, too
@@ -40,7 +40,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Contents:
+class Snapshot:
     """What one rank writes; ``common`` is empty on all but the first."""
 
     rank: int
@@ -73,13 +73,13 @@ class Destination:
         return f"checkpoint {self.folder} was not saved"
 
 
-def write(contents: Contents, to: Destination, communicator: Communicator) -> None:
+def write(snapshot: Snapshot, to: Destination, communicator: Communicator) -> None:
     """Write a checkpoint; collective over the ranks of ``communicator``, in whatever order it has them.
 
     Raises:
         RuntimeError: on every rank, with what failed on any.
     """
-    temporary, rank = to.temporary, contents.rank
+    temporary, rank = to.temporary, snapshot.rank
     is_first, is_head = rank == 0, True  # of its site; assumed until it has seen others' files
     file, written = manifests.rank_file(rank), {}
     try:
@@ -87,17 +87,17 @@ def write(contents: Contents, to: Destination, communicator: Communicator) -> No
             temporary.mkdir(parents=True, exist_ok=True)
             (temporary / file).touch()
         with raised_together(communicator, to.failed, rank):
-            seen = seen_in(temporary, contents.world_size)
+            seen = seen_in(temporary, snapshot.world_size)
             is_head = seen[0] == rank
             if is_head:
                 _clean(to)
-            written[file] = manifests.write_durably(temporary / file, lambda stream: torch.save(contents.parts, stream))
+            written[file] = manifests.write_durably(temporary / file, lambda stream: torch.save(snapshot.parts, stream))
             if is_first:
-                packed_readable(without_tensors_of_model(contents.common))
+                packed_readable(without_tensors_of_model(snapshot.common))
                 written[manifests.COMMON] = manifests.write_durably(
-                    temporary / manifests.COMMON, lambda stream: torch.save(contents.common, stream)
+                    temporary / manifests.COMMON, lambda stream: torch.save(snapshot.common, stream)
                 )
-        gathered = communicator.gather_json([rank, written, contents.state, as_set(seen), torch.__version__])
+        gathered = communicator.gather_json([rank, written, snapshot.state, as_set(seen), torch.__version__])
         every = sorted(gathered, key=lambda found: found[0])
         files = {name: entry for _, found, *_ in every for name, entry in found.items()}
         try:
@@ -115,9 +115,9 @@ def write(contents: Contents, to: Destination, communicator: Communicator) -> No
         with raised_together(wire, to.failed, rank) as problems:
             problems += courier.problems
             if is_head:
-                parameters = saved_parameters(contents.specs, contents.pieces, [state for _, _, state, *_ in every])
+                parameters = saved_parameters(snapshot.specs, snapshot.pieces, [state for _, _, state, *_ in every])
                 # rank 0's version of torch, so that all sites write the same bytes
-                Manifest(contents.world_size, contents.plan, files, parameters).write(temporary, every[0][-1])
+                Manifest(snapshot.world_size, snapshot.plan, files, parameters).write(temporary, every[0][-1])
                 manifests.write_durably(temporary / LATEST, lambda stream: stream.write(to.folder.name.encode()))
                 manifests.flush_folder(temporary)
                 if not copies:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_dist._checkpoint.codes import Flat, in_files, joined, with_numbers
+from optim_dist._checkpoint.codes import Flat, decode_where_cut, in_files, join_codes
 from optim_dist._checkpoint.contents import (
     SCALARS,
     describe_state,
@@ -51,7 +51,7 @@ class MovedState:
             state: dict[str, Any] = {}
             for key, description in known.state.items():
                 state[key] = state_of_part(mine.pop(key, None), description, shard)
-            joined(state, known)
+            join_codes(state, known)
             for key, value in known.scalars.items():
                 state[key] = torch.full((), value, dtype=torch.float32, device=shard.value.device)
             optimizer.put_state(shard, state)
@@ -87,7 +87,7 @@ def take_state(optimizer: LiveOptimizer, plan: Plan, found: Sequence[Entry]) -> 
         if is_in_bucket or id(entry.parameter) not in numbers:
             optimizer.state.pop(entry.parameter, None)
     # 8-bit codes become numbers where the new plan cuts through their blocks
-    saved = with_numbers(saved, plan.parameters, {communicator.rank: mine})
+    saved = decode_where_cut(saved, plan.parameters, {communicator.rank: mine})
     known = {each.name: each for each in saved}
 
     def read(_: int, name: str, key: str) -> Flat:
