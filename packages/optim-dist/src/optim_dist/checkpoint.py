@@ -170,28 +170,28 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     saved: list[SavedParameter] = []
     cause: Exception | None = None
     opt.wait()  # gathers in flight would overwrite what is loaded
-    found = survey(folder, communicator)
-    manifest, problems = found.manifest, [*found.problems]
+    surveyed = survey(folder, communicator)
+    manifest, problems = surveyed.manifest, [*surveyed.problems]
     damaged: dict[str, list[str]] = {}
     try:
         if manifest is not None:
-            damaged = _damaged(folder, found.read_by(communicator.rank), manifest)
+            damaged = _damaged(folder, surveyed.read_by(communicator.rank), manifest)
     except Exception as error:  # of any kind: the other ranks wait for what this one has found
         problems.append(described(communicator.rank, error))
         cause = error
-    found, lost = found.without_damaged(folder, damaged, communicator)
+    surveyed, lost = surveyed.without_damaged(folder, damaged, communicator)
     problems += lost
     try:
-        sent = found.common_file(folder, communicator)
+        sent = surveyed.common_file(folder, communicator)
         rest, specs = rest_of_model(model, opt), named_specs(opt, model)
         if manifest is not None:
             problems += manifests.compare(manifest, specs)
-            if found.common_readers:
+            if surveyed.common_readers:
                 common = _read(folder, manifests.COMMON, sent=sent)
                 problems += compare_rest(common["model"], rest)
                 # checkpoints of version 0.3 have no members
                 problems += compare_groups(common["groups"], common.get("members", {}), opt, specs)
-            for saved_rank in (number for number, reader in enumerate(found.readers) if reader == communicator.rank):
+            for saved_rank in (number for number, reader in enumerate(surveyed.readers) if reader == communicator.rank):
                 # mapped, not read into memory, which may have room only for this rank's part
                 contents[saved_rank] = _read(folder, manifests.rank_file(saved_rank), mmap=True)
                 problems += _compare_contents(contents[saved_rank], saved_rank, manifest)
@@ -208,7 +208,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     with opt.begun_together("checkpoint.load()"), torch.no_grad():
         load_groups(opt, common["groups"])
         restoring = Restoring(opt, specs, {entry.name: entry for entry in saved})
-        for batch in in_batches(streams(saved, found.readers, lambda name: pieces_of(opt, index[name])), ROOM):
+        for batch in in_batches(streams(saved, surveyed.readers, lambda name: pieces_of(opt, index[name])), ROOM):
             restoring.put(
                 exchange(
                     batch,

@@ -19,6 +19,7 @@ import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -88,17 +89,17 @@ class Survey:
         Returns:
             The survey, and what is wrong with files of which no copy is good.
         """
-        every = communicator.gather_json(faults)
-        damaged = sorted({name for its in every for name in its})
+        faults_by_rank = communicator.gather_json(faults)
+        damaged = sorted({name for of_rank in faults_by_rank for name in of_rank})
         if self.manifest is None or not damaged:
             return self, []
-        for name, its in faults.items():
-            _logger.warning("%s is not used: %s", folder / name, "; ".join(its))
-        good = {COMMON: [rank for rank in self.common_readers if COMMON not in every[rank]]}
+        for name, problems in faults.items():
+            _logger.warning("%s is not used: %s", folder / name, "; ".join(problems))
+        good = {COMMON: [rank for rank in self.common_readers if COMMON not in faults_by_rank[rank]]}
         # if the checkpoint lacks a file, nothing is loaded, so other copies do not matter
         names = [] if self.problems else [name for name in damaged if name != COMMON]
         others = self._other_copies(folder, names, communicator)
-        found = communicator.gather_json(
+        new_faults_by_rank = communicator.gather_json(
             {
                 name: manifests.verify_file(folder, name, self.manifest)
                 for name, ranks in others.items()
@@ -106,13 +107,14 @@ class Survey:
             }
         )
         for name, ranks in others.items():
-            good[name] = [rank for rank in ranks if not found[rank][name]]
+            good[name] = [rank for rank in ranks if not new_faults_by_rank[rank][name]]
         readers = [
             (*good.get(name, ()), -1)[0] if name in damaged else reader
             for name, reader in zip(_files(self.manifest), self.readers)
         ]
+        all_faults = [*faults_by_rank, *new_faults_by_rank]
         lost = [name for name in damaged if not good.get(name)]
-        problems = [problem for name in lost for its in (*every, *found) for problem in its.get(name, [])]
+        problems = [problem for name in lost for of_rank in all_faults for problem in of_rank.get(name, [])]
         return replace(self, readers=readers, common_readers=good[COMMON]), list(dict.fromkeys(problems))
 
     def _other_copies(self, folder: Path, names: Sequence[str], communicator: Communicator) -> dict[str, list[int]]:
@@ -122,15 +124,15 @@ class Survey:
         for name in names:
             with suppress(OSError):  # a disk that does not answer has no copy to offer
                 mine[name] = _identity(folder, name, self.manifest)
-        every = communicator.gather_json(mine)
+        identities_by_rank = communicator.gather_json(mine)
         readers = dict(zip(_files(self.manifest), self.readers))
         others = {}
         for number, name in enumerate(names):
-            seeing: dict[str, list[int]] = {}
-            for rank, its in enumerate(every):
-                if its.get(name):
-                    seeing.setdefault(its[name], []).append(rank)
-            others[name] = [ranks[number % len(ranks)] for ranks in seeing.values() if readers[name] not in ranks]
+            seen_by: dict[str, list[int]] = {}
+            for rank, identities in enumerate(identities_by_rank):
+                if identities.get(name):
+                    seen_by.setdefault(identities[name], []).append(rank)
+            others[name] = [ranks[number % len(ranks)] for ranks in seen_by.values() if readers[name] not in ranks]
         return others
 
 
@@ -148,18 +150,19 @@ def survey(folder: Path, communicator: Communicator) -> Survey:
         mine = _view_of(folder)
         return [mine.identity, len(mine.content), mine.problems, platform.node(), str(folder)]
 
-    identities, sizes, found, hosts, folders = zip(*_by_all(folder, communicator, look))
-    having = [rank for rank, each in enumerate(identities) if each is not None]
-    if not having:
-        return Survey(None, list(dict.fromkeys(problem for its in found for problem in its)) or [manifests.ABSENT])
-    if len({identities[rank] for rank in having}) > 1:
+    identities, sizes, problems_by_rank, hosts, folders = zip(*_by_rank(folder, communicator, look))
+    with_manifest = [rank for rank, identity in enumerate(identities) if identity is not None]
+    if not with_manifest:
+        return Survey(None, list(dict.fromkeys(chain.from_iterable(problems_by_rank))) or [manifests.ABSENT])
+    if len({identities[rank] for rank in with_manifest}) > 1:
         return Survey(None, [f"ranks read different checkpoints: {', '.join(folders)}; let one rank choose for all"])
     # another rank's manifest takes the place of a damaged one
     if mine.problems:
         _logger.warning("%s is not used: %s", folder / MANIFEST, "; ".join(mine.problems))
     content, manifest = bytearray(mine.content), mine.manifest
-    if len(having) < num_ranks:
-        content = sent_to_all(mine.content, sizes[having[0]], having[0], communicator)
+    if len(with_manifest) < num_ranks:
+        source = with_manifest[0]
+        content = sent_to_all(mine.content, sizes[source], source, communicator)
 
     def look_for_files() -> str:
         nonlocal manifest
@@ -167,9 +170,9 @@ def survey(folder: Path, communicator: Communicator) -> Survey:
         manifest = manifest or manifests.understood(folder, content)
         return _present(folder, manifest)
 
-    names = _by_all(folder, communicator, look_for_files)
+    present_by_rank = _by_rank(folder, communicator, look_for_files)
     assert manifest is not None, "ranks that have none were sent one"
-    holders = _holders(folder, manifest, names, communicator)
+    holders = _holders(folder, manifest, present_by_rank, communicator)
     problems = []
     if missing := [name for name, ranks in holders.items() if not ranks]:
         problems.append(f"{', '.join(missing)}: not whole on any rank; {_looked(list(zip(hosts, folders)))}")
@@ -179,20 +182,20 @@ def survey(folder: Path, communicator: Communicator) -> Survey:
 
 
 def _holders(
-    folder: Path, manifest: Manifest, names: Sequence[str], communicator: Communicator
+    folder: Path, manifest: Manifest, present_by_rank: Sequence[str], communicator: Communicator
 ) -> dict[str, list[int]]:
     """For each file the ranks that have it whole, by its size, out of those that see its name; collective."""
-    rank = communicator.rank
-    files, seen = _files(manifest), [int(each, 16) for each in names]
-    holders = {name: [other for other, its in enumerate(seen) if its >> bit & 1] for bit, name in enumerate(files)}
+    me = communicator.rank
+    files, present = _files(manifest), [int(bits, 16) for bits in present_by_rank]
+    holders = {name: [rank for rank, bits in enumerate(present) if bits >> bit & 1] for bit, name in enumerate(files)}
     # all ranks that have the common file read it
-    readers = [*shared_out([holders[name] for name in files[:-1]], len(seen)), rank]
-    given = [name for name, reader in zip(files, readers) if reader == rank and rank in holders[name]]
-    short = _by_all(folder, communicator, lambda: [name for name in given if not _identity(folder, name, manifest)])
-    if doubtful := sorted({name for its in short for name in its}):
-        mine = [name for name in doubtful if rank in holders[name]]
-        whole = _by_all(folder, communicator, lambda: [name for name in mine if _identity(folder, name, manifest)])
-        holders |= {name: [other for other, its in enumerate(whole) if name in its] for name in doubtful}
+    readers = [*shared_out([holders[name] for name in files[:-1]], len(present)), me]
+    wanted = [name for name, reader in zip(files, readers) if reader == me and me in holders[name]]
+    broken = _by_rank(folder, communicator, lambda: [name for name in wanted if not _identity(folder, name, manifest)])
+    if doubtful := sorted(set(chain.from_iterable(broken))):
+        to_check = [name for name in doubtful if me in holders[name]]
+        whole = _by_rank(folder, communicator, lambda: [name for name in to_check if _identity(folder, name, manifest)])
+        holders |= {name: [rank for rank, names in enumerate(whole) if name in names] for name in doubtful}
     return holders
 
 
@@ -246,7 +249,7 @@ def _identity(folder: Path, name: str, manifest: Manifest) -> str | None:
     return f"{platform.node()} {found.st_dev} {found.st_ino} {found.st_mtime_ns}" if is_whole else None
 
 
-def _by_all(folder: Path, communicator: Communicator, look: Callable[[], Found]) -> list[Found]:
+def _by_rank(folder: Path, communicator: Communicator, look: Callable[[], Found]) -> list[Found]:
     """What ``look`` gives on each rank; collective.
 
     Raises:
@@ -260,7 +263,7 @@ def _by_all(folder: Path, communicator: Communicator, look: Callable[[], Found])
         failures.append(described(communicator.rank, error))
     found, failed = zip(*communicator.gather_json([mine, failures]))
     if any(failed):
-        raise CheckpointError(folder, [failure for its in failed for failure in its])
+        raise CheckpointError(folder, list(chain.from_iterable(failed)))
     return list(found)
 
 
@@ -282,4 +285,4 @@ def _looked(places: Sequence[tuple[str, str]]) -> str:
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, place in enumerate(places):
         ranks.setdefault(place, []).append(rank)
-    return "; ".join(f"ranks {its} looked in {folder} on {host}" for (host, folder), its in ranks.items())
+    return "; ".join(f"ranks {those} looked in {folder} on {host}" for (host, folder), those in ranks.items())
