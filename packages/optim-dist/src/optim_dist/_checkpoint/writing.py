@@ -16,8 +16,9 @@ import logging
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,6 +74,16 @@ class Destination:
         return f"checkpoint {self.folder} was not saved"
 
 
+class _Report(NamedTuple):
+    """What a rank tells the others once it has written its files."""
+
+    rank: int
+    written: dict[str, list[Any]]  # size and digest of each file
+    state: dict[str, Any]
+    seen: str  # the ranks whose files it sees, in the form of ``as_set``
+    torch_version: str
+
+
 def write(snapshot: Snapshot, to: Destination, communicator: Communicator) -> None:
     """Write a checkpoint; collective over the ranks of ``communicator``, in whatever order it has them.
 
@@ -97,11 +108,12 @@ def write(snapshot: Snapshot, to: Destination, communicator: Communicator) -> No
                 written[manifests.COMMON] = manifests.write_durably(
                     temporary / manifests.COMMON, lambda stream: torch.save(snapshot.common, stream)
                 )
-        gathered = communicator.gather_json([rank, written, snapshot.state, as_set(seen), torch.__version__])
-        every = sorted(gathered, key=lambda found: found[0])
-        files = {name: entry for _, found, *_ in every for name, entry in found.items()}
+        report = _Report(rank, written, snapshot.state, as_set(seen), torch.__version__)
+        gathered = [_Report(*each) for each in communicator.gather_json(report)]
+        reports = sorted(gathered, key=attrgetter("rank"))
+        files = {name: entry for report in reports for name, entry in report.written.items()}
         try:
-            sites = in_sites([its for *_, its, _ in every])
+            sites = in_sites([report.seen for report in reports])
             copies = copies_of(sites, min(to.copies, len(sites)) if to.may_be_fewer else to.copies)
         except ValueError as error:
             raise RuntimeError(f"{to.failed}:\n  {error}") from error
@@ -109,15 +121,16 @@ def write(snapshot: Snapshot, to: Destination, communicator: Communicator) -> No
             _warn_of_few(to, len(sites))
         # several sites meet in the group on the CPU, whose long timeout suits ranks that wait for slower ones
         wire = on_cpu(communicator) if copies else communicator
-        addresses = {found[0]: address for found, address in zip(gathered, communicator.ranks, strict=True)}
+        addresses = {report.rank: address for report, address in zip(gathered, communicator.ranks, strict=True)}
         courier = Courier(temporary, files, rank=rank, addresses=addresses, communicator=wire)
         courier.copy(copies)
         with raised_together(wire, to.failed, rank) as problems:
             problems += courier.problems
             if is_head:
-                parameters = saved_parameters(snapshot.specs, snapshot.pieces, [state for _, _, state, *_ in every])
+                parameters = saved_parameters(snapshot.specs, snapshot.pieces, [report.state for report in reports])
+                manifest = Manifest(snapshot.world_size, snapshot.plan, files, parameters)
                 # rank 0's version of torch, so that all sites write the same bytes
-                Manifest(snapshot.world_size, snapshot.plan, files, parameters).write(temporary, every[0][-1])
+                manifest.write(temporary, reports[0].torch_version)
                 manifests.write_durably(temporary / LATEST, lambda stream: stream.write(to.folder.name.encode()))
                 manifests.flush_folder(temporary)
                 if not copies:
