@@ -9,6 +9,7 @@ Tensor parallelism leaves the gradients of parameters that it does not cut (norm
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +20,19 @@ from optim_dist._optimizers.entries import Entry
 from optim_dist._reduction.joined import Joined, alike
 
 
+class _Sum(NamedTuple):
+    """What a gradient has been summed to, and the versions that it had then."""
+
+    gradient: DTensor
+    versions: tuple[int, int]
+    local: Tensor
+
+
 class LocalGradients:
     """Every entry's local gradient, cut as its parameter is; summed once a step, however often it is asked for."""
 
     def __init__(self) -> None:
-        # keyed by id of the parameter: its gradient, the gradient's versions, the sum
-        self._summed: dict[int, tuple[DTensor, tuple[int, int], Tensor]] = {}
+        self._sums: dict[int, _Sum] = {}  # keyed by id of the parameter
 
     def of(self, entries: Sequence[Entry]) -> list[Tensor | None]:
         """The local gradient of each entry, None where there is none.
@@ -44,7 +52,7 @@ class LocalGradients:
 
     def forget(self) -> None:
         """Drop all sums at the end of a step."""
-        self._summed.clear()
+        self._sums.clear()
 
     def _sum(self, entries: Sequence[Entry]) -> None:
         gradients, parameter = [_gradient(entry) for entry in entries], _parameter(entries[0])
@@ -59,17 +67,19 @@ class LocalGradients:
 
     def _remember(self, entry: Entry, found: Tensor) -> None:
         gradient = _gradient(entry)
-        self._summed[id(entry.parameter)] = gradient, _version(gradient), found
+        self._sums[id(entry.parameter)] = _Sum(gradient, _versions(gradient), found)
 
     def _is_known(self, entry: Entry) -> bool:
-        known = self._summed.get(id(entry.parameter))
-        return known is not None and known[0] is entry.parameter.grad and known[1] == _version(known[0])
+        known = self._sums.get(id(entry.parameter))
+        return (
+            known is not None and known.gradient is entry.parameter.grad and known.versions == _versions(known.gradient)
+        )
 
     def _found(self, entry: Entry) -> Tensor | None:
         gradient = entry.parameter.grad
         if gradient is None:
             return None
-        return _arrived(self._summed[id(entry.parameter)][2] if _is_pending(entry) else local(gradient))
+        return _arrived(self._sums[id(entry.parameter)].local if _is_pending(entry) else local(gradient))
 
 
 def _arrived(tensor: Tensor) -> Tensor:
@@ -96,7 +106,7 @@ def check_gradient(entry: Entry) -> None:
         )
 
 
-def _version(gradient: DTensor) -> tuple[int, int]:
+def _versions(gradient: DTensor) -> tuple[int, int]:
     return gradient._version, local(gradient)._version
 
 
