@@ -99,7 +99,7 @@ class AdamWRoute:
             grad_scale=context.grad_scale,
             found_inf=context.found_inf,
             clip_factor=context.factor,
-            indices=[item.shard.listed for item in items],
+            indices=[item.shard.number for item in items],
             starts=[item.shard.start for item in items],
             present=[context.count(item.shard) for item in items],
             plan=plan,

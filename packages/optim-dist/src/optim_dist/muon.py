@@ -54,7 +54,7 @@ class MuonRoute:
         for item in items:
             if not is_missing(item, context):
                 shard = item.shard
-                entry = MuonEntry(shard.value, shard.gradient_or_zeros, item.state, _view(shard), shard.listed)
+                entry = MuonEntry(shard.value, shard.gradient_or_zeros, item.state, _view(shard), shard.number)
                 by_group.setdefault(id(item.group), (item.group, []))[1].append(entry)
         planner.step(list(by_group.values()), **scalars)
         cache["latest"] = items if context.may_repeat else None

@@ -61,7 +61,7 @@ def apply_updates(items: Sequence[Item], views: Sequence[MatrixView], updates: S
         item.state["step"] += 1
     steps = torch.stack([item.state["step"] for item, _, _ in at_random]).tolist() if at_random else []
     for (item, view, o), step in zip(at_random, steps, strict=True):
-        _apply([item], view, [o], Rounding(item.group["seed"], item.shard.listed, item.shard.start, int(step)))
+        _apply([item], view, [o], Rounding(item.group["seed"], item.shard.number, item.shard.start, int(step)))
 
 
 def scales(item: Item, view: MatrixView) -> tuple[float, ...]:

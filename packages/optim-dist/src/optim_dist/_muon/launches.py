@@ -198,7 +198,7 @@ class Updates:
                 masters=None if masters[first] is None else launch.of(masters),
                 steps=None if steps[first] is None else launch.of(steps),
                 seed=[item.group["seed"] for item in given],
-                indices=[item.shard.listed for item in given],
+                indices=[item.shard.number for item in given],
                 starts=[item.shard.start for item in given],
             )
         rest = self.sorter.rest

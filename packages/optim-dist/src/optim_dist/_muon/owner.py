@@ -99,7 +99,7 @@ class Owner:
             if item.group["beta2"] is not None:
                 state["second_momentum_buffer"] = item.state["second_momentum_buffer"]
             _, entries = groups.setdefault(item.shard.group, ({**item.group, **_DIRECTION_ONLY}, []))
-            entries.append(MuonEntry(o, u, state, self._matrices[place].view, item.shard.listed))
+            entries.append(MuonEntry(o, u, state, self._matrices[place].view, item.shard.number))
         self._planner.step(list(groups.values()))
         for place in taking_part:
             _scale_relative_to_first(items[place], self._matrices[place].view, self.os[place])

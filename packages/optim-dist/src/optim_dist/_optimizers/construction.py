@@ -62,13 +62,13 @@ def find_entries(
     names = names_of(groups, model)
     position = {} if model is None else {id(parameter): place for place, parameter in enumerate(model.parameters())}
     found = []
-    listed = 0
+    number = 0
     for index, group in enumerate(groups):
         for place, parameter in enumerate(group["params"]):
             if index >= first_group and parameter.requires_grad:
                 name = names[id(parameter)]
-                found.append(Entry(name, parameter, index, listed, routes[index], views[index][place]))
-            listed += 1
+                found.append(Entry(name, parameter, index, number, routes[index], views[index][place]))
+            number += 1
     return sorted(found, key=lambda entry: position.get(id(entry.parameter), len(position)))
 
 

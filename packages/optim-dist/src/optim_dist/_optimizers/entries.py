@@ -17,6 +17,6 @@ class Entry:
     name: str
     parameter: Tensor
     group: int
-    listed: int  # its number among all parameters of the groups
+    number: int  # among all parameters of the groups, as in torch's state dicts
     route: RouteName
     view: MatrixView | None = None

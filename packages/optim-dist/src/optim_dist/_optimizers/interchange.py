@@ -16,13 +16,13 @@ from torch import Tensor
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard, make_shard
 from optim_dist._optimizers.state_part import StatePart
-from optim_dist._optimizers.states import as_numbers, listed_parameters
+from optim_dist._optimizers.states import as_numbers, numbers_in_groups
 from optim_dist.plan import ParameterSpec, RouteName
 
 
 def complete_state(optimizer: LiveOptimizer) -> dict[int, dict[str, Any]]:
     """This rank's view of the state of every parameter, keyed by number in torch's form; missing state is made."""
-    listed, plan = listed_parameters(optimizer), optimizer.plan
+    numbers, plan = numbers_in_groups(optimizer), optimizer.plan
     mine = {shard.index: shard for shard in optimizer.shards()}
     found = {}
     for index, (spec, entry) in enumerate(zip(plan.parameters, optimizer.entries)):
@@ -35,7 +35,7 @@ def complete_state(optimizer: LiveOptimizer) -> dict[int, dict[str, Any]]:
         if not spec.sharding:
             device = optimizer.communicator.device
             state = {key: _wrapped(as_numbers(value), spec, shard, device) for key, value in state.items()}
-        found[listed[id(entry.parameter)]] = dict(state)
+        found[numbers[id(entry.parameter)]] = dict(state)
     return found
 
 
@@ -45,34 +45,34 @@ def unwrapped_state(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> dic
     Raises:
         ValueError: for parts of another plan or rank, and for a state that was never cut.
     """
-    listed = listed_parameters(optimizer)
-    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    numbers = numbers_in_groups(optimizer)
+    saved_numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     mine = {shard.index: shard for shard in optimizer.shards()}
     state = dict(state_dict["state"])
     for index, (spec, entry) in enumerate(zip(optimizer.plan.parameters, optimizer.entries)):
-        place = listed[id(entry.parameter)]
-        if place < len(numbers) and index in mine and state.get(numbers[place]) == {}:
+        place = numbers[id(entry.parameter)]
+        if place < len(saved_numbers) and index in mine and state.get(saved_numbers[place]) == {}:
             raise ValueError(
                 f"the state to load of {entry.name} is empty: of a flattened state torch's set_optimizer_state_dict "
                 "takes only the keys that the optimizer has; call get_optimizer_state_dict on it before"
             )
-        if spec.sharding or place >= len(numbers):
+        if spec.sharding or place >= len(saved_numbers):
             continue  # torch's own error says that groups differ
-        if "plan" not in state_dict and numbers[place] not in state and not entry.parameter.requires_grad:
+        if "plan" not in state_dict and saved_numbers[place] not in state and not entry.parameter.requires_grad:
             raise ValueError(
                 f"the state to load has nothing of {entry.name}, which is frozen: torch's set_optimizer_state_dict "
                 "leaves such parameters out; call it while they need gradients, and freeze them afterwards"
             )
-        if "plan" not in state_dict and not _is_in_parts(state.get(numbers[place])):
+        if "plan" not in state_dict and not _is_in_parts(state.get(saved_numbers[place])):
             raise ValueError(
                 f"the state of {entry.name} is of one process; "
                 "load_full_state_dict() takes it over at any number of ranks"
             )
-        if numbers[place] not in state:
+        if saved_numbers[place] not in state:
             continue
-        saved, shard = state.pop(numbers[place]), mine.get(index)
+        saved, shard = state.pop(saved_numbers[place]), mine.get(index)
         if shard is not None:
-            state[numbers[place]] = {key: _unwrapped(key, value, shard) for key, value in saved.items()}
+            state[saved_numbers[place]] = {key: _unwrapped(key, value, shard) for key, value in saved.items()}
     return {**state_dict, "state": state}
 
 

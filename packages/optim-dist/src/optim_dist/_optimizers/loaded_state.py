@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from optim_dist._optimizers.construction import layout_of
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.live import LiveOptimizer
-from optim_dist._optimizers.states import WHOLE_KEYS, listed_parameters, make_codes_numbers
+from optim_dist._optimizers.states import WHOLE_KEYS, make_codes_numbers, numbers_in_groups
 from optim_dist.plan import Plan, RouteName
 from optim_kernels.muon_groups import with_dtypes
 from optim_utils.param_groups import MatrixView
@@ -58,9 +58,9 @@ def check_states(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> None:
     State of parameters in buckets is in parts, which fit if their plan does (``check_stamp``).
     """
     saved_ids = [*chain.from_iterable(group["params"] for group in state_dict["param_groups"])]
-    listed = listed_parameters(optimizer)
+    numbers = numbers_in_groups(optimizer)
     for entry in optimizer.entries:
-        parameter, place = entry.parameter, listed[id(entry.parameter)]
+        parameter, place = entry.parameter, numbers[id(entry.parameter)]
         # if there are fewer, torch's own error says so
         state = state_dict["state"].get(saved_ids[place], {}) if place < len(saved_ids) else {}
         if fault := lacking(state, entry):

@@ -27,7 +27,7 @@ class RepeatedAdamW:
             [item.state for item in items],
             gradients,
             members=[numbers[id(item.group)] for item in items],
-            places=[item.shard.listed for item in items],
+            places=[item.shard.number for item in items],
             starts=[item.shard.start for item in items],
         )
         self._gradients = self._step.look_at(gradients)

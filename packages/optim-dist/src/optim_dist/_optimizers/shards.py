@@ -32,7 +32,7 @@ class Shard:
     parameter: Tensor
     name: str
     index: int  # in the plan
-    listed: int  # number among all parameters of the groups; it chooses the bits of stochastic rounding
+    number: int  # among all parameters of the groups; it chooses the bits of stochastic rounding
     group: int  # in param_groups
     start: int
     stop: int
@@ -159,7 +159,7 @@ def bucket_shards(bucket: ParameterBucket, specs: Sequence[ParameterSpec], entri
 
 def make_shard(entry: Entry, index: int, start: int, stop: int, value: Tensor) -> Shard:
     """The elements ``[start, stop)`` of an entry, without a gradient."""
-    return Shard(entry.parameter, entry.name, index, entry.listed, entry.group, start, stop, value, view=entry.view)
+    return Shard(entry.parameter, entry.name, index, entry.number, entry.group, start, stop, value, view=entry.view)
 
 
 def attach_gradients(bucket: ParameterBucket, shards: Sequence[Shard], reduced: Tensor) -> None:

@@ -30,7 +30,7 @@ def stamped(state_dict: dict[str, Any], plan: Plan, rank: int) -> dict[str, Any]
     return state_dict
 
 
-def listed_parameters(optimizer: Optimizer) -> dict[int, int]:
+def numbers_in_groups(optimizer: Optimizer) -> dict[int, int]:
     """The number of every parameter in torch's state dict, keyed by the parameter's ``id``."""
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     return {id(parameter): place for place, parameter in enumerate(parameters)}

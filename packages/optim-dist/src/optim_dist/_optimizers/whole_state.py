@@ -20,8 +20,8 @@ from optim_dist._optimizers.states import (
     WHOLE_KEYS,
     as_numbers,
     in_memory_order,
-    listed_parameters,
     make_groups_plain,
+    numbers_in_groups,
     stamped,
 )
 from optim_dist._reduction.collectives import Communicator
@@ -36,7 +36,7 @@ def full_state_dict(
     """The one-process state on the CPU of chunk ``to``'s owner; ``{}`` elsewhere. Owners send each piece once."""
     plan, mine = optimizer.plan, {shard.index: optimizer.kept_state(shard) for shard in shards}
     described = communicator.gather_json({str(index): _described(state) for index, state in mine.items()})
-    listed = listed_parameters(optimizer)
+    numbers = numbers_in_groups(optimizer)
     # groups are copied with their tensors: schedulers change an lr in place
     groups = copy.deepcopy(Optimizer.state_dict(optimizer)["param_groups"])
     states: dict[int, dict[str, Tensor | None]] = {}
@@ -50,7 +50,7 @@ def full_state_dict(
                 part, kind = mine.get(index, {}).get(key), getattr(torch, dtype)
                 whole[key] = _broadcast(part, plan, index, shape, kind, communicator, to, key in WHOLE_KEYS)
         if whole and communicator.rank == to:
-            states[listed[id(entry.parameter)]] = whole
+            states[numbers[id(entry.parameter)]] = whole
     full = {"state": states, "param_groups": groups}
     make_groups_plain(full)
     return full if communicator.rank == to else {}
@@ -121,21 +121,21 @@ def cut_full_state_dict(
     optimizer: LiveOptimizer, state_dict: dict[str, Any], shards: Sequence[Shard]
 ) -> dict[str, Any]:
     """A one-process state, the same on every rank, in the form of this rank's ``state_dict()``: cut to its parts."""
-    listed = listed_parameters(optimizer)
+    numbers = numbers_in_groups(optimizer)
     # check all parameters, so that every rank refuses what one refuses
     problems = [
         f"{entry.name}.{key}: shape {tuple(value.shape)}, expected {spec.shape}"
         for spec, entry in zip(optimizer.plan.parameters, optimizer.entries)
-        for key, value in state_dict["state"].get(listed[id(entry.parameter)], {}).items()
+        for key, value in state_dict["state"].get(numbers[id(entry.parameter)], {}).items()
         if key in WHOLE_KEYS and tuple(value.shape) != spec.shape
     ]
-    found = [lacking(state_dict["state"].get(listed[id(entry.parameter)], {}), entry) for entry in optimizer.entries]
+    found = [lacking(state_dict["state"].get(numbers[id(entry.parameter)], {}), entry) for entry in optimizer.entries]
     problems += filter(None, found)
     if problems:
         raise ValueError("a state that does not fit:\n  " + "\n  ".join(problems))
     parts: dict[int, dict[str, Any]] = {}
     for shard in shards:
-        place = listed[id(shard.parameter)]
+        place = numbers[id(shard.parameter)]
         spec = optimizer.plan.parameters[shard.index]
         for key, value in state_dict["state"].get(place, {}).items():
             parts.setdefault(place, {})[key] = cut(value, spec, shard) if key in WHOLE_KEYS else value
