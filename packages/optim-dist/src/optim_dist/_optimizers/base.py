@@ -243,8 +243,8 @@ class DistOptimizer(StatefulOptimizer):
         """Phases 4 and 5."""
         self._scaled_groups.refresh(self.param_groups)
         kept = self._kept_items()
-        with_all = None if self._resident else kept
-        self._masters.follow(self, with_all)
+        followed = None if self._resident else kept
+        self._masters.follow(self, followed)
         counts = None if self._bucketed.lacks_none else self._bucketed.counts
         averaging = {
             is_averaged: replace(
@@ -270,7 +270,7 @@ class DistOptimizer(StatefulOptimizer):
         torch.autograd.graph.increment_version(
             [p for p, was_present in zip(parameters, reduced) if was_present or p.grad is not None]
         )
-        self._masters.note(self, with_all)
+        self._masters.note(self, followed)
 
     def _apply(self, route: RouteName, items: Sequence[Item], context: StepContext, key: object) -> None:
         if items:
@@ -279,7 +279,7 @@ class DistOptimizer(StatefulOptimizer):
     def _kept_items(self) -> KeptItems:
         """The buckets' items: those of the previous step, unless something that they are made of has changed."""
         groups, multipliers, kept = self.param_groups, self._scaled_groups.multipliers, self._kept
-        if kept is None or not kept.are_for(groups, multipliers, self.state, self._with_all_keys):
+        if kept is None or not kept.are_for(groups, multipliers, self.state, self._complete_ids):
             kept = self._kept = KeptItems(self._bucketed.shards_of, groups, multipliers, self.state, self._item)
         return kept
 

@@ -52,24 +52,24 @@ class KeptItems:
         self._items = {bucket: list(map(item_of, own)) for bucket, own in shards.items()}
         self._groups, self._multipliers = list(groups), multipliers
         items = [item for own in self._items.values() for item in own]
-        self._completed = frozenset(id(item.shard.parameter) for item in items)
+        self._complete_ids = frozenset(id(item.shard.parameter) for item in items)
         # after the items, as making them creates missing states
         self._keys, self._states = list(state), list(state.values())
         self._contents = KnownStates(item.state for item in items)
         self._first_gradients: dict[ParameterBucket, Tensor | None] = {}
 
-    def are_for(self, groups: Groups, multipliers: object, state: State, completed: Collection[int]) -> bool:
+    def are_for(self, groups: Groups, multipliers: object, state: State, complete_ids: Collection[int]) -> bool:
         """Whether items made now would be the same.
 
         Args:
-            completed: ``id`` of parameters whose states have all keys that their options require.
+            complete_ids: of parameters whose states have all keys that their options require.
         """
         return (
             multipliers is self._multipliers
             and are_same(groups, self._groups)
             and are_same(state, self._keys)
             and are_same(state.values(), self._states)
-            and self._completed.issubset(completed)
+            and self._complete_ids.issubset(complete_ids)
             and self._contents.are_unchanged()
         )
 

@@ -30,15 +30,15 @@ class StatefulOptimizer(PlannedOptimizer):
 
     _masters: FollowedMasters
     _storage: list[list[Any]]  # for each group the options that its states were made for
-    _with_all_keys: set[int]  # id of parameters whose states have all keys that their options require
-    _made_to_show: dict[int, set[str]]  # keyed by id: keys made for torch to see only, perhaps on this rank only
+    _complete_ids: set[int]  # of parameters whose states have all keys that their options require
+    _shown_keys: dict[int, set[str]]  # keyed by id: keys made for torch to see only, perhaps on this rank only
     _consolidated: Consolidated | None = None
 
     def _connect(self) -> None:
         self._masters = FollowedMasters()
         self._storage = []
-        self._with_all_keys = set()
-        self._made_to_show = {}
+        self._complete_ids = set()
+        self._shown_keys = {}
         self._consolidated = None
         super()._connect()
         self._masters.note(self)
@@ -58,8 +58,8 @@ class StatefulOptimizer(PlannedOptimizer):
         moved = take_state(self, plan, found)
         for entry in self._entries:
             if entry.parameter not in self.state:
-                self._with_all_keys.discard(id(entry.parameter))
-                self._made_to_show.pop(id(entry.parameter), None)
+                self._complete_ids.discard(id(entry.parameter))
+                self._shown_keys.pop(id(entry.parameter), None)
         super()._replace(plan, found, meshes)
         moved.put(self)
         self._masters = FollowedMasters()
@@ -78,7 +78,7 @@ class StatefulOptimizer(PlannedOptimizer):
             for group in self.param_groups:
                 self._check_group(group)
             self._check_blocks()
-            self._with_all_keys.clear()
+            self._complete_ids.clear()
             self._storage = storage
 
     def _check_blocks(self) -> None:
@@ -94,12 +94,12 @@ class StatefulOptimizer(PlannedOptimizer):
     def _state_of(self, shard: Shard) -> dict[str, Any]:
         """The state that an update works on, with all keys that its options require."""
         state = self.state[shard.parameter]
-        if not state or id(shard.parameter) not in self._with_all_keys:
+        if not state or id(shard.parameter) not in self._complete_ids:
             # make masters anew that were only shown: the parameter may have been loaded since
-            for key in self._made_to_show.pop(id(shard.parameter), set()) & MASTER_KEYS:
+            for key in self._shown_keys.pop(id(shard.parameter), set()) & MASTER_KEYS:
                 del state[key]
             self._complete(shard, state)
-            self._with_all_keys.add(id(shard.parameter))
+            self._complete_ids.add(id(shard.parameter))
         return state
 
     def new_state(self, shard: Shard) -> dict[str, Any]:
@@ -112,23 +112,23 @@ class StatefulOptimizer(PlannedOptimizer):
         """A shard's state with all keys that its options require; missing ones are made."""
         kept = self.state[shard.parameter]
         state = dict(kept)
-        if not kept or id(shard.parameter) not in self._with_all_keys:
+        if not kept or id(shard.parameter) not in self._complete_ids:
             self._complete(shard, state)
             made = {key: value for key, value in state.items() if key not in kept}
             # when torch loads a flattened state it takes only the keys that it finds in ours
             kept.update(made)
-            self._made_to_show.setdefault(id(shard.parameter), set()).update(made)
+            self._shown_keys.setdefault(id(shard.parameter), set()).update(made)
         return state
 
     def kept_state(self, shard: Shard) -> dict[str, Any]:
-        shown = self._made_to_show.get(id(shard.parameter), set())
+        shown = self._shown_keys.get(id(shard.parameter), set())
         return {key: value for key, value in self.state.get(shard.parameter, {}).items() if key not in shown}
 
     def put_state(self, shard: Shard, state: dict[str, Any]) -> None:
         """Replace a shard's state, which may have been made only to be shown, by one that steps made elsewhere."""
         self.state[shard.parameter] = state
-        self._with_all_keys.discard(id(shard.parameter))
-        self._made_to_show.pop(id(shard.parameter), None)
+        self._complete_ids.discard(id(shard.parameter))
+        self._shown_keys.pop(id(shard.parameter), None)
         self.encode_state(shard)
 
     def encode_state(self, shard: Shard) -> None:
@@ -195,8 +195,8 @@ class StatefulOptimizer(PlannedOptimizer):
             state_dict = interchange.unwrapped_state(self, state_dict)
         with loaded_state.dtypes_kept(self):
             super().load_state_dict(state_dict)
-        self._with_all_keys.clear()
-        self._made_to_show.clear()
+        self._complete_ids.clear()
+        self._shown_keys.clear()
         self._outdate("load_state_dict()")
         self._show_state()
         self._masters.note(self)
