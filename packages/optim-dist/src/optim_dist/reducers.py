@@ -187,24 +187,24 @@ class ExactOfPeers(Exact):
         }
         for room in self._rooms.values():
             self._peers.keep(room)
-        self._added: dict[object, Waitable] = {}  # keyed by bucket: the sum that has read its room
+        self._latest_sums: dict[object, Waitable] = {}  # keyed by bucket: what has read its room
 
     def launch(self, bucket: Contribution) -> None:
         wire = _on_the_wire(bucket, self.reduce_dtype)
         bucket.is_averaged = self._dtype_of_sums(bucket) == torch.float16
-        added = self._added.get(bucket)
+        latest_sum = self._latest_sums.get(bucket)
         # otherwise the copy waits for the current stream: it has just written the wire, or it may still use the memory
         # that a new room was allocated from
-        full = bucket.full if wire is bucket.gradients and added is not None else None
+        full = bucket.full if wire is bucket.gradients and latest_sum is not None else None
         bucket.received = self._rooms[bucket]
-        bucket.work = self._peers.collect(wire, bucket.received, added, full)
+        bucket.work = self._peers.collect(wire, bucket.received, latest_sum, full)
 
     def finish(self, bucket: Contribution) -> Tensor:
         if bucket.received is not None:
             _wait(bucket)
             wire = bucket.gradients if bucket.wire is None else bucket.wire
             self._add(bucket, self._peers.contributions(wire, bucket.received), self._sums(bucket))
-            self._added[bucket] = self._peers.mark()
+            self._latest_sums[bucket] = self._peers.mark()
             bucket.received = None
         assert bucket.sums is not None, "finish follows launch"
         return bucket.sums

@@ -135,15 +135,15 @@ def _with_complete_groups(optimizer: LiveOptimizer, state_dict: dict[str, Any]) 
         kept = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         if fault := optimizer.group_fault(number, saved):
             raise ValueError(f"group {number} {fault}")
-        taken = {key: _beside(group.get(key), value) for key, value in saved.items() if key not in OWN_OPTIONS}
+        taken = {key: _on_device_of(group.get(key), value) for key, value in saved.items() if key not in OWN_OPTIONS}
         completed.append({**kept, **taken})
     return {**state_dict, "param_groups": completed}
 
 
-def _beside(mine: Any, value: Any) -> Any:
+def _on_device_of(mine: Any, value: Any) -> Any:
     """A saved hyperparameter, on the device of ours if both are tensors: a captured step reads it only there."""
     if isinstance(mine, tuple) and isinstance(value, tuple | list) and len(mine) == len(value):
-        return type(value)(map(_beside, mine, value))
+        return type(value)(map(_on_device_of, mine, value))
     return value.to(mine.device) if isinstance(mine, Tensor) and isinstance(value, Tensor) else value
 
 
@@ -174,7 +174,7 @@ def dtypes_kept(optimizer: LiveOptimizer) -> Iterator[None]:
         for parameter, saved_id in zip(parameters, saved_ids, strict=True):
             if saved_id in loaded["state"]:
                 saved = loaded["state"][saved_id]
-                optimizer.state[parameter] = {key: _placed(key, value, parameter) for key, value in saved.items()}
+                optimizer.state[parameter] = {key: _laid_out(key, value, parameter) for key, value in saved.items()}
         for shard in optimizer.shards():
             optimizer.encode_state(shard)
 
@@ -189,7 +189,7 @@ def dtypes_kept(optimizer: LiveOptimizer) -> Iterator[None]:
             handle.remove()
 
 
-def _placed(key: str, value: Any, parameter: Tensor) -> Any:
+def _laid_out(key: str, value: Any, parameter: Tensor) -> Any:
     """A copy on the parameter's device with the strides of new state, which the kernels rely on."""
     if key == "step" and isinstance(value, int | float):
         # before 1.12 torch's step count was a number, not a tensor

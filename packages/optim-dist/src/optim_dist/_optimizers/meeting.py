@@ -38,22 +38,22 @@ def meet(
         Exception: ``refused`` or, if it is None, an error for what other ranks refuse, or for differences.
     """
     types = [device_types(group) for group in groups]
-    places = [_place(each, device) for each in types]
+    devices = [_meeting_device(each, device) for each in types]
     if refused is None and device is not None and any(each and device.type not in each for each in types):
         refused = ValueError(
             f"the process group has no collectives for parameters on {device.type}; move the model to "
-            f"{places[0].type} before the optimizer is built, or initialize the group with a backend for both"
+            f"{devices[0].type} before the optimizer is built, or initialize the group with a backend for both"
         )
     if device is not None:
         described = {"the device of parameters": device.type, **described}
     problem = None if refused is None else f"{type(refused).__name__}: {refused}"
-    said = _said_by_all([problem, dict(described)], list(map(Communicator, groups, places)))
+    said = _said_by_all([problem, dict(described)], list(map(Communicator, groups, devices)))
     raise_refusals(refused, "the optimizer was not built", {rank: text for rank, (text, _) in said.items()})
     check_options({rank: theirs for rank, (_, theirs) in said.items()})
-    return device or places[0]
+    return device or devices[0]
 
 
-def _place(types: Sequence[str], device: torch.device | None) -> torch.device:
+def _meeting_device(types: Sequence[str], device: torch.device | None) -> torch.device:
     """A device on which ranks can communicate, whatever device their parameters are on."""
     chosen = "cpu" if "cpu" in types or not types else types[0]
     if device is not None and device.type == chosen:
