@@ -31,9 +31,9 @@ from optim_redist.index_sets import intervals
 
 
 def full_state_dict(
-    optimizer: LiveOptimizer, shards: Sequence[Shard], communicator: Communicator, to: int = 0
+    optimizer: LiveOptimizer, shards: Sequence[Shard], communicator: Communicator, to_chunk: int = 0
 ) -> dict[str, Any]:
-    """The one-process state on the CPU of chunk ``to``'s owner; ``{}`` elsewhere. Owners send each piece once."""
+    """The one-process state on the CPU of the owner of ``to_chunk``; ``{}`` elsewhere. Owners send each piece once."""
     plan, mine = optimizer.plan, {shard.index: optimizer.kept_state(shard) for shard in shards}
     described = communicator.gather_json({str(index): _described(state) for index, state in mine.items()})
     numbers = numbers_in_groups(optimizer)
@@ -43,17 +43,17 @@ def full_state_dict(
     for index, (spec, entry) in enumerate(zip(plan.parameters, optimizer.entries)):
         if spec.sharding:
             layout = optimizer.layouts[index]
-            whole = {key: on_one_rank(value, layout, communicator, to) for key, value in mine[index].items()}
+            whole = {key: on_one_rank(value, layout, communicator, to_chunk) for key, value in mine[index].items()}
         else:
             whole = {}
             for key, (dtype, shape) in described[plan.ranges(index)[0].rank].get(str(index), {}).items():
                 part, kind = mine.get(index, {}).get(key), getattr(torch, dtype)
-                whole[key] = _broadcast(part, plan, index, shape, kind, communicator, to, key in WHOLE_KEYS)
-        if whole and communicator.rank == to:
+                whole[key] = _broadcast(part, plan, index, shape, kind, communicator, to_chunk, key in WHOLE_KEYS)
+        if whole and communicator.rank == to_chunk:
             states[numbers[id(entry.parameter)]] = whole
     full = {"state": states, "param_groups": groups}
     make_groups_plain(full)
-    return full if communicator.rank == to else {}
+    return full if communicator.rank == to_chunk else {}
 
 
 def _described(state: dict[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
@@ -68,10 +68,10 @@ def _broadcast(
     shape: Sequence[int],
     dtype: torch.dtype,
     communicator: Communicator,
-    to: int,
+    to_chunk: int,
     lies_alike: bool,
 ) -> Tensor | None:
-    """A whole state tensor on the CPU of chunk ``to``'s owner, each piece from its owner; None elsewhere.
+    """A whole state tensor on the CPU of the owner of ``to_chunk``, each piece from its owner; None elsewhere.
 
     ``mine`` is this rank's piece; ``lies_alike`` says whether the result has the parameter's strides.
     """
@@ -87,9 +87,9 @@ def _broadcast(
             found = as_numbers(local(mine))
             part.copy_(in_memory_order(found) if in_pieces else found.reshape(-1))
         communicator.broadcast_(part, piece.rank)
-        if communicator.rank == to:
+        if communicator.rank == to_chunk:
             parts.append(part.cpu())
-    if communicator.rank != to:
+    if communicator.rank != to_chunk:
         return None
     value = torch.cat(parts)
     if in_pieces:
@@ -98,19 +98,19 @@ def _broadcast(
     return value.new_empty_strided(spec.shape, spec.stride).copy_(value) if lies_alike else value
 
 
-def on_one_rank(value: Tensor, layout: Layout, communicator: Communicator, to: int = 0) -> Tensor | None:
-    """``value`` as a whole tensor on the CPU of chunk ``to``'s owner, None elsewhere; only DTensors are exchanged.
+def on_one_rank(value: Tensor, layout: Layout, communicator: Communicator, to_chunk: int = 0) -> Tensor | None:
+    """``value`` as a whole tensor on the CPU of the owner of ``to_chunk``, None elsewhere; only DTensors move.
 
     If a DTensor's mesh has only some of the ranks, as others hold replicas, the ranks of that mesh have to call.
     """
-    target, ranks = communicator.ranks[to], layout.mesh.ranks
+    target, ranks = communicator.ranks[to_chunk], layout.mesh.ranks
     here: Tensor | None = value
     if isinstance(value, DTensor):
         is_everywhere = len(ranks) == communicator.world_size
         there = Layout(Mesh(1, ranks=[target if target in ranks else ranks[0]]), [None] * value.ndim)
         group = communicator.group if is_everywhere else None
         here = redistribute_local(local(value), value.shape, layout, there, group=group)
-    if communicator.rank != to:
+    if communicator.rank != to_chunk:
         return None
     assert here is not None, "its owner has it whole"
     # a copy also where it is on the CPU already: the next step changes it
