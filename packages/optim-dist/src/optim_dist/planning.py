@@ -171,15 +171,15 @@ def _bucket(specs: Sequence[ParameterSpec], slots: Sequence[Slot], chunk: int, w
     first = specs[slots[0].parameter]
     alignment = max(CHUNK_ALIGNMENT, *(specs[slot.parameter].block for slot in slots))
     return BucketPlan(
-        first.route,
-        first.dtype,
-        first.device,
-        max(alignment, _round_up(chunk, alignment)),
-        world_size,
-        tuple(slots),
-        tuple(specs[slot.parameter].numel for slot in slots),
-        first.dtype,
-        first.dtype,
+        route=first.route,
+        dtype=first.dtype,
+        device=first.device,
+        chunk=max(alignment, _round_up(chunk, alignment)),
+        world_size=world_size,
+        slots=tuple(slots),
+        sizes=tuple(specs[slot.parameter].numel for slot in slots),
+        grad_dtype=first.dtype,  # see ``_with_gradients``
+        wire_dtype=first.dtype,
     )
 
 
