@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,13 @@ _FIRST_NO_SYNC = "the first no_sync()"
 _OTHERWISE = "does something else meanwhile; every rank begins with no_sync() in the same step"
 
 
+class _Message(NamedTuple):
+    """What a rank tells the others at a step; kept, as most steps' are alike."""
+
+    numbers: list[float]
+    on_device: Tensor
+
+
 class BucketedParameters:
     """The buckets of one optimizer, their reductions and gathers, and the shards that this rank owns of them."""
 
@@ -53,7 +60,7 @@ class BucketedParameters:
             True: None if options.average else as_fp32(world_size),
         }
         self._shards: dict[ParameterBucket, list[Shard]] = {}
-        self._present: tuple[list[float], Tensor] | None = None
+        self._message: _Message | None = None
         # whether messages also tell which optimizer and step they are of: where reading them costs nothing, or to debug
         self._is_watched = device.type == "cpu" or options.debug
         self._number = 0  # among the optimizers of this process, the same on all ranks
@@ -190,11 +197,12 @@ class BucketedParameters:
             for slot, has_gradient in zip(bucket.plan.slots, found):
                 present[slot.parameter] = 1.0 if has_gradient else 0.0
         self._num_reduced += 1
+        numbers = present
         if self._is_watched:
-            present = [*present, self._number, self._num_reduced % 2**20, self.reduction.num_given_up % 2**20]
-        if self._present is None or self._present[0] != present:
-            message = torch.tensor(present, dtype=torch.float32, device=self._communicator.device)
-            self._present = (present, message)
+            numbers = [*numbers, self._number, self._num_reduced % 2**20, self.reduction.num_given_up % 2**20]
+        if self._message is None or self._message.numbers != numbers:
+            on_device = torch.tensor(numbers, dtype=torch.float32, device=self._communicator.device)
+            self._message = _Message(numbers, on_device)
         self._launch_before_message()
         self.reduction.counts = self._meet().sum(0)
         self.reduction.launch_all()
@@ -216,8 +224,8 @@ class BucketedParameters:
 
     def _meet(self) -> Tensor:
         """Every rank's ``present``, ``[W, K]``; if steps are watched, an error unless all ranks are in the same one."""
-        assert self._present is not None, "the message is written"
-        found, num_parameters = self._communicator.gather_numbers(self._present[1]), len(self.present)
+        assert self._message is not None, "the message is written"
+        found, num_parameters = self._communicator.gather_numbers(self._message.on_device), len(self.present)
         if self._is_watched:
             check_step(found[:, num_parameters:].tolist(), self._communicator.ranks)
         return found[:, :num_parameters]
