@@ -45,7 +45,7 @@ class BackwardReduction:
     ) -> None:
         self.buckets: list[Bucket] = []
         self.overlap = overlap
-        self.passes = accumulation_steps or 1
+        self.passes_per_step = accumulation_steps or 1
         # whether the loop has said which pass is the last of a step, whose gradients go into buckets as they arrive
         self.knows_last_pass = overlap and accumulation_steps is not None
         self._by_copies = by_copies  # which are launched only in the step
@@ -220,7 +220,7 @@ class BackwardReduction:
             is_counted = self.knows_last_pass and not self.paused
             if is_counted:
                 member.arrivals += 1
-                if member.arrivals == self.passes:
+                if member.arrivals == self.passes_per_step:
                     bucket.missing -= 1
                 self._streams.note(bucket.gradients)
             # a refused gradient counts: other ranks may have launched reductions before they refuse theirs

@@ -53,7 +53,7 @@ class StreamedReduction:
         in_pairs: bool = False,
     ) -> None:
         self.buckets: list[StreamedBucket] = []
-        self.passes = accumulation_steps
+        self.passes_per_step = accumulation_steps
         self.num_given_up = 0  # steps, since construction
         self.counts: Tensor | None = None  # what ranks agreed on, see ``BucketedParameters.counts``
         self._sums_dtype = sums_dtype
@@ -144,7 +144,7 @@ class StreamedReduction:
 
     def launch_all(self) -> None:
         """Launch all that is left of this step's rounds."""
-        while self.buckets and self._round < self.passes:
+        while self.buckets and self._round < self.passes_per_step:
             self._launch()
 
     def finish(self, bucket: ParameterBucket) -> Tensor:
@@ -173,7 +173,7 @@ class StreamedReduction:
         """
         if is_agreed or self.any_rank_may_have_launched:
             self.num_given_up += 1
-            while self.buckets and self._round < self.passes:
+            while self.buckets and self._round < self.passes_per_step:
                 self._launch(is_given_up=True)
             while self._in_flight:
                 self._add_up()
@@ -225,7 +225,7 @@ class StreamedReduction:
             member.arrived = True
             bucket.count_in(place)
             self._streams.note(bucket.values)
-            while self._round < self.passes and not self.buckets[self._next].missing and self._may_launch:
+            while self._round < self.passes_per_step and not self.buckets[self._next].missing and self._may_launch:
                 self._launch()
 
         # compiled autograd would trace it
@@ -238,13 +238,13 @@ class StreamedReduction:
             return
         if no_rank_had_gradients(self.counts, self.buckets):
             self.drop()
-        if self._num_passes == self.passes or self.counts is not None:
+        if self._num_passes == self.passes_per_step or self.counts is not None:
             # other optimizers read this, see ``overlap.refused_passes``
             refused_passes[self._ranks] += 1
             raise RuntimeError(
-                f"a gradient of {arriving.name} arrived after the {self.passes} backward passes of accumulation_steps= "
-                "had been reduced, or gradients were clipped; every call of backward() counts, also those of "
-                "torch.utils.checkpoint with use_reentrant=True (pass False). Call step() before the "
+                f"a gradient of {arriving.name} arrived after the {self.passes_per_step} backward passes of "
+                "accumulation_steps= had been reduced, or gradients were clipped; every call of backward() counts, "
+                "also those of torch.utils.checkpoint with use_reentrant=True (pass False). Call step() before the "
                 "next one or, to give the batch up, zero_grad() of the optimizer (that of the model leaves the sums)"
             )
         self._task = task
@@ -279,7 +279,7 @@ class StreamedReduction:
         self.reducer.launch(contribution)
         bucket.is_averaged = contribution.is_averaged
         self._in_flight.append((bucket, contribution, buffer))
-        bucket.is_over = self._round == self.passes - 1
+        bucket.is_over = self._round == self.passes_per_step - 1
         bucket.begin_pass()
         self._next += 1
         if self._next == len(self.buckets):
