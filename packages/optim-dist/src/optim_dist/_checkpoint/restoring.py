@@ -65,10 +65,10 @@ class Restoring:
         for name, key, start, part in arrived:
             home = self._homes.get((name, key))
             if home is None:
-                home = self._homes[name, key] = self._gathered(name, part)
+                home = self._homes[name, key] = self._new_home(name, part)
             home[start : start + part.numel()].copy_(part)
 
-    def _gathered(self, name: str, part: Tensor) -> Tensor:
+    def _new_home(self, name: str, part: Tensor) -> Tensor:
         """Memory for this rank's whole piece of a tensor that parts cannot be written into directly."""
         rank = self._optimizer.communicator.rank
         pieces = pieces_of(self._optimizer, self._shards[name].index)

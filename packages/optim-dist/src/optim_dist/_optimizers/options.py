@@ -132,11 +132,11 @@ class Options:
 
     def __post_init__(self) -> None:
         self._check_values()
-        _choice("gradients", self.gradients, GRADIENTS)
-        _choice("reducer", self.reducer, REDUCERS)
-        _choice("order", self.order, ORDERS)
-        _choice("sync_params", self.sync_params, SYNC)
-        _choice("transport", self.transport, TRANSPORTS)
+        _check_choice("gradients", self.gradients, GRADIENTS)
+        _check_choice("reducer", self.reducer, REDUCERS)
+        _check_choice("order", self.order, ORDERS)
+        _check_choice("sync_params", self.sync_params, SYNC)
+        _check_choice("transport", self.transport, TRANSPORTS)
         if self.transport == "symm":
             object.__setattr__(self, "reducer", "exact")
         if self.mesh is not None and self.process_group is not None:
@@ -306,6 +306,6 @@ def _is_group(given: object) -> bool:
     return isinstance(given, dist.ProcessGroup) or given == dist.GroupMember.NON_GROUP_MEMBER
 
 
-def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

@@ -100,12 +100,12 @@ class PlannedOptimizer(LiveOptimizer):
 
     def _extend(self, found: Sequence[Entry]) -> None:
         """Plan ``found`` after what is planned already, and move it into buckets; a refusal changes nothing."""
-        more, meshes = self._planned(found)
+        more, meshes = self._plan_for(found)
         plan = self.plan.followed_by(more)
         self._agree(plan, found)
         self._move(plan, [*self._entries, *found], found, meshes)
 
-    def _planned(self, found: Sequence[Entry]) -> tuple[Plan, list[list[list[int]]]]:
+    def _plan_for(self, found: Sequence[Entry]) -> tuple[Plan, list[list[list[int]]]]:
         """A plan for ``found`` alone, and the ranks of their meshes; refuses what cannot be distributed."""
         options = self._options
         meshes = construction.check_parameters(found, self._communicator, options)
@@ -160,12 +160,12 @@ class PlannedOptimizer(LiveOptimizer):
         Raises:
             RuntimeError: on every rank, before anything has changed: if there are gradients, or another rank refuses.
         """
-        plan, found, meshes = self._newly_planned(order)
+        plan, found, meshes = self._plan_anew(order)
         with self.begun_together("rebuild_plan()"):
             self.wait()
             self._replace(plan, found, meshes)
 
-    def _newly_planned(self, order: Sequence[str | Tensor] | None) -> tuple[Plan, list[Entry], Any]:
+    def _plan_anew(self, order: Sequence[str | Tensor] | None) -> tuple[Plan, list[Entry], Any]:
         """The arguments of ``_replace``, for parameters that need a gradient now; a refusal changes nothing."""
         self.check_open()
         self._communicator.check_ranks()
@@ -191,7 +191,7 @@ class PlannedOptimizer(LiveOptimizer):
                 "rebuild_plan between backward and step(): gradients are already being reduced; call it after step(), "
                 "or call zero_grad() first"
             )
-        plan, meshes = self._planned(found)
+        plan, meshes = self._plan_for(found)
         self._agree(plan, found)
         if self._options.sync_params == "check":
             # making the buckets compares them, too, but by then the old ones are gone
