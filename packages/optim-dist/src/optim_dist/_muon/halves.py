@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,14 @@ from optim_kernels.reference.muon import ScaleRule, lr_scale, momentum_, updated
 from optim_utils.param_groups import MatrixView
 
 
+class _Update(NamedTuple):
+    """A shard, and the shard of its direction."""
+
+    item: Item
+    view: MatrixView
+    o: Tensor
+
+
 def takes_part(item: Item) -> bool:
     """Whether the matrix is updated in this step: it has a gradient, or its group takes a missing one for zeros."""
     return item.shard.gradient is not None or takes_zeros(item.shard, item.group)
@@ -28,15 +37,16 @@ def takes_part(item: Item) -> bool:
 def momenta(items: Sequence[Item], context: StepContext, us: Sequence[Tensor]) -> None:
     """Update every shard's momentum by its gradient, and write each shard's U, zeros for a matrix left alone."""
     factor = gradient_scale(context.factor, context.grad_scale)
-    taking_part, left_alone = {}, []
+    taking_part, u_of, left_alone = [], {}, []
     for item, u in zip(items, us, strict=True):
         if takes_part(item):
-            taking_part[item.shard.index] = item, u
+            taking_part.append(item)
+            u_of[item.shard.index] = u
         else:
             left_alone.append(u)
     if left_alone:
         torch._foreach_zero_(left_alone)
-    for some in alike([item for item, _ in taking_part.values()], _kind_of_momentum, _numel):
+    for some in alike(taking_part, _kind_of_momentum, _numel):
         group, buffers = some[0].group, Joined([item.state["momentum_buffer"] for item in some])
         u = momentum_(
             Joined([item.shard.gradient_or_zeros for item in some]).flat,
@@ -46,22 +56,23 @@ def momenta(items: Sequence[Item], context: StepContext, us: Sequence[Tensor]) -
             clip_factor=factor,
         )
         buffers.put_back()
-        torch._foreach_copy_([taking_part[item.shard.index][1] for item in some], buffers.split(u))
+        torch._foreach_copy_([u_of[item.shard.index] for item in some], buffers.split(u))
 
 
 def apply_updates(items: Sequence[Item], views: Sequence[MatrixView], updates: Sequence[Tensor]) -> None:
     """Update every parameter's shard by the shard of its direction in ``updates``."""
-    taking_part = [given for given in zip(items, views, updates, strict=True) if takes_part(given[0])]
-    at_random = [given for given in taking_part if given[0].group["stochastic_rounding"]]
-    together = [given for given in taking_part if not given[0].group["stochastic_rounding"]]
-    for some in alike(together, _kind_of_update, lambda given: _numel(given[0])):
-        _apply([item for item, _, _ in some], some[0][1], [o for _, _, o in some], None)
+    taking_part = [_Update(*each) for each in zip(items, views, updates, strict=True) if takes_part(each[0])]
+    at_random = [update for update in taking_part if update.item.group["stochastic_rounding"]]
+    together = [update for update in taking_part if not update.item.group["stochastic_rounding"]]
+    for some in alike(together, _kind_of_update, lambda update: _numel(update.item)):
+        _apply(some, None)
     # one by one, since an element's random bits depend on its place in its parameter
     for item, _, _ in at_random:
         item.state["step"] += 1
     steps = torch.stack([item.state["step"] for item, _, _ in at_random]).tolist() if at_random else []
-    for (item, view, o), step in zip(at_random, steps, strict=True):
-        _apply([item], view, [o], Rounding(item.group["seed"], item.shard.number, item.shard.start, int(step)))
+    for update, step in zip(at_random, steps, strict=True):
+        group, shard = update.item.group, update.item.shard
+        _apply([update], Rounding(group["seed"], shard.number, shard.start, int(step)))
 
 
 def scales(item: Item, view: MatrixView) -> tuple[float, ...]:
@@ -77,17 +88,18 @@ def _scales(rule: ScaleRule, view: MatrixView) -> tuple[float, ...]:
     return tuple(lr_scale(rule, shape, view.shape) for shape in view.shapes)
 
 
-def _apply(items: Sequence[Item], view: MatrixView, updates: Sequence[Tensor], bits: Rounding | None) -> None:
+def _apply(updates: Sequence[_Update], bits: Rounding | None) -> None:
     """Update shards of one kind, with one learning rate; ``bits`` for stochastic rounding."""
+    items = [update.item for update in updates]
     group, values = items[0].group, Joined([item.shard.value for item in items])
     found = [master for item in items if (master := item.master) is not None]
     masters = Joined(found) if found else None
-    o, master = Joined(updates).flat, None if masters is None else masters.flat
+    o, master = Joined([update.o for update in updates]).flat, None if masters is None else masters.flat
     new = updated(
         read_param(values.flat, master),
         o.to(wide_dtype(values.flat, o)),
         lr=group["lr"],
-        scale=scales(items[0], view)[0],
+        scale=scales(items[0], updates[0].view)[0],
         weight_decay=group["weight_decay"],
         cautious=group["cautious"],
     )
@@ -103,8 +115,8 @@ def _kind_of_momentum(item: Item) -> tuple[object, ...]:
     return id(item.group), gradient_dtype, item.state["momentum_buffer"].dtype, value.dtype
 
 
-def _kind_of_update(given: tuple[Item, MatrixView, Tensor]) -> tuple[object, ...]:
-    item, view, o = given
+def _kind_of_update(update: _Update) -> tuple[object, ...]:
+    item, view, o = update
     master = item.master
     master_dtype = None if master is None else master.dtype
     return id(item.group), scales(item, view)[0], item.shard.value.dtype, o.dtype, master_dtype
