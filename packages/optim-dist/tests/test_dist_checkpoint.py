@@ -205,8 +205,9 @@ def test_loading_takes_little_more_memory_than_the_state(tmp_path, before, after
     """The state takes 8 bytes for each element, and what was read, sent and received once took 4 to 12 each."""
     run_ranks(save_large, before, str(tmp_path), group)
     for found in run_ranks(memory_to_load, after, str(tmp_path)):
-        # what threads of gloo and of the allocator keep differs, by one byte or two
-        assert 8 / after - 1 < found < 8 / after + 3
+        # what threads of gloo and of the allocator keep differs, by one byte or two; memory that was free before the
+        # load, and is in use again, is not seen
+        assert 4 / after < found < 8 / after + 3
 
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
