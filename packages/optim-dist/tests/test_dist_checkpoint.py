@@ -1,5 +1,7 @@
 """Checkpoints: bitwise at any pair of world sizes, continuous when resumed, refused whole when anything is wrong."""
 
+import ctypes
+import gc
 import hashlib
 import json
 import pickle
@@ -177,6 +179,9 @@ def memory_to_load(rank, world_size, folder):
     model, optimizer = build_large()
     optimizer.gather_parameters = lambda: None  # into memory of gloo's own, as in every step
     checkpoint.ROOM = 2**20
+    gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)  # else memory that is free, but still the process's, is used again and not seen
     most, is_over = [before := memory()], threading.Event()
 
     def watch():
@@ -186,6 +191,7 @@ def memory_to_load(rank, world_size, folder):
     watching = threading.Thread(target=watch)
     watching.start()
     checkpoint.load(f"{folder}/x", model, optimizer)
+    most.append(memory())  # on a busy machine the thread may not have looked since
     is_over.set()
     watching.join()
     # some disks do not let go of the folder of a file that is in use
@@ -205,9 +211,8 @@ def test_loading_takes_little_more_memory_than_the_state(tmp_path, before, after
     """The state takes 8 bytes for each element, and what was read, sent and received once took 4 to 12 each."""
     run_ranks(save_large, before, str(tmp_path), group)
     for found in run_ranks(memory_to_load, after, str(tmp_path)):
-        # what threads of gloo and of the allocator keep differs, by one byte or two; memory that was free before the
-        # load, and is in use again, is not seen
-        assert 4 / after < found < 8 / after + 3
+        # what threads of gloo and of the allocator keep differs, by one byte or two
+        assert 8 / after - 1 < found < 8 / after + 3
 
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
