@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from dist_cases import device_of, normal
 from torch import nn
-from torch.distributed import HashStore
+from torch.distributed import FileStore, HashStore, PrefixStore
 
 from optim_dist import TritonDistAdamW, checkpoint, elastic
 from optim_dist._checkpoint import manifest
@@ -397,6 +397,15 @@ def test_nothing_of_an_earlier_start_is_in_the_store():
         assert [each.get("address") for each in (second, third)] == [str(attempt).encode()] * 2
         assert not any(each.get("address") == first.get("address") for each in stale)
         stale.append(first)
+
+
+def test_nccl_does_not_dump_for_ranks_that_ran_before(tmp_path):
+    at_the_root = FileStore(str(tmp_path / "store"))
+    at_the_root.set("exception_dump", "rank 0 of the start before")
+    at_the_root.set("other", "stays")
+    agree(PrefixStore("start", PrefixStore("worker", at_the_root)), 0, 1)
+    assert not at_the_root.check(["exception_dump"])
+    assert at_the_root.get("other") == b"stays"
 
 
 def test_a_rank_that_does_not_know_its_gpu_is_told_so(tmp_path, monkeypatch):

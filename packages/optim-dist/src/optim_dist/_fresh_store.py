@@ -8,6 +8,10 @@ that has never been used, and make their group below it.
     rank 0   answers every greeting, old ones as well, until every rank has confirmed the new name
 
 Answers and confirmations have nonce and name in their keys, so that old ones are never mistaken for new.
+
+One key of torch has no such name: a watchdog of NCCL that gives a collective up sets ``exception_dump`` outside of all
+prefixes, to have every rank write down what it did. A rank that is started later would obey it too, and not end before
+its monitor does, which takes minutes more than the training. So the first rank deletes it before anyone has a name.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store
 
 _POLL_SECONDS = 0.02
+_DUMP_SIGNAL = "exception_dump"
 
 
 def fresh_store(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
@@ -34,6 +39,7 @@ def fresh_store(store: Store, rank: int, world_size: int, timeout: timedelta) ->
         name = store.get(_answer(nonce)).decode()
         store.set(_confirmation(name, rank), "")
         return PrefixStore(name, store)
+    _without_prefixes(store).delete_key(_DUMP_SIGNAL)
     name = uuid.uuid4().hex
     missing = set(range(1, world_size))
     deadline = time.monotonic() + timeout.total_seconds()
@@ -47,6 +53,12 @@ def fresh_store(store: Store, rank: int, world_size: int, timeout: timedelta) ->
             raise TimeoutError(f"ranks {sorted(missing)} of {world_size} did not start within {timeout}")
         time.sleep(_POLL_SECONDS if missing else 0)
     return PrefixStore(name, store)
+
+
+def _without_prefixes(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def _greeting(rank: int) -> str:
