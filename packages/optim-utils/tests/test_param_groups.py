@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import time
 from collections import Counter
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from routed_models import Conv1D, Weights, counts, gpt2, llama_7b, nested, resnet50
 from torch import nn
+from yardsticks import times_as_long
 
 from optim_utils.param_groups import Rule, route_parameters
 from optim_utils.testing import run_ranks
@@ -154,18 +154,21 @@ def test_sharded_parameters_route_by_their_global_shape_on_every_rank():
 
 
 @pytest.mark.timing
-def test_10k_parameters_are_routed_and_looked_up_in_half_a_second():
-    with torch.device("meta"):
-        model = nn.ModuleDict({str(i): nn.Linear(4, 4) for i in range(5000)})
+def test_10k_parameters_are_routed_and_looked_up_in_linear_time():
+    model = nn.ModuleDict({str(i): nn.Linear(4, 4) for i in range(5000)})
     rules = [Rule("3*.weight", options={"lr": 1}), Rule("re:.*7.bias", to="adamw")]
     names = [name for name, _ in model.named_parameters()]
-    times = []
-    for _ in range(3):
-        start = time.process_time()
+
+    def route_and_look_up():
         table = route_parameters(model, rules)
         assert [table[name].name for name in names] == names
-        times.append(time.process_time() - start)
-    assert min(times) < 0.5
+
+    def walk():
+        assert len(dict(model.named_modules())) == 5001
+        assert len(dict(model.named_parameters())) == 10_000
+
+    # it is 5; a look at each row for each name makes it many times that
+    assert times_as_long(route_and_look_up, walk) < 15
 
 
 def test_tables_are_pickled_and_copied_with_their_parameters():
