@@ -27,6 +27,7 @@ KELLER = NSConfig().triples
         ({"coefficients": (3.4445, -4.775, 2.0315)}, (4096, 4096), True),
         ({"method": "standard"}, (4096, 16384), True),
         ({}, (4096, 16384), False),  # by Gram
+        ({}, (2047, 2047), False),
         ({"dtype": torch.float16}, (4096, 4096), False),
         ({"dtype": torch.bfloat16}, (4096, 4096), False),
         ({"coefficients": "you"}, (4096, 4096), False),
