@@ -231,8 +231,8 @@ def test_a_cap_that_binds_takes_seconds_on_thousands_of_ranks(opposed):
         look_at_each_rank_for_some_items,
         turns=1,
     )
-    # it is 10 to 12; a look at each rank for each item, in each heuristic, made it above a hundred
-    assert ratio < 40
+    # it is 10 to 20; a look at each rank for each item, in each heuristic, made it 192 and more
+    assert ratio < 80
     assert splits[0].gap < 0.61
 
 

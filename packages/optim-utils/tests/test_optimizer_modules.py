@@ -501,10 +501,10 @@ def test_speed_of_ten_thousand_tensors():
     tensors = [tensor for (tensor,) in bag.tensors.values()]
     copies = [tensor.clone() for tensor in tensors]
     assert bag.load_state_dict(state, strict=True).ok
-    # 5 and 22 times as long as torch needs for the tensors alone
-    assert times_as_long(bag.state_dict, lambda: [tensor.detach() for tensor in tensors]) < 15
+    # 5 to 8, and 20 to 30, times as long as torch needs for the tensors alone
+    assert times_as_long(bag.state_dict, lambda: [tensor.detach() for tensor in tensors]) < 25
     load = times_as_long(
         lambda: bag.load_state_dict(state, strict=True),
         lambda: [tensor.copy_(other) for tensor, other in zip(tensors, copies)],
     )
-    assert load < 70
+    assert load < 100
