@@ -28,19 +28,17 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from optim_kernels._hopper.e4m3_kernel import e4m3_product_kernel
 from optim_kernels._hopper.ping_pong_kernels import product_kernel
 from optim_kernels._hopper.lone_kernel import lone_kernel
 from optim_kernels._hopper.update_kernel import update_product_kernel
 from optim_kernels._hopper.wide_kernel import wide_product_kernel
 
-def block(rows, columns, dtype=gl.float16):
-    layout = gl.NVMMASharedLayout.get_default_for([1, rows, columns], dtype)
-    return f"tensordesc<{dtype.name}[1, {rows}, {columns}],{layout!r}>"
+def block(rows, columns):
+    layout = gl.NVMMASharedLayout.get_default_for([1, rows, columns], gl.float16)
+    return f"tensordesc<fp16[1, {rows}, {columns}],{layout!r}>"
 
 def compiled(kind):
     symmetric, update, wide, lone = "symmetric" in kind, kind == "update", "wide" in kind, "lone" in kind
-    e4m3 = "e4m3" in kind
     types = dict.fromkeys(("c_desc", "d_desc", "q_desc"), block(128, 128))
     types |= {"a_desc": block(128, 64), "scale": "*fp32"}
     types |= {"b_desc": block(128, 64) if symmetric else block(64, 128)}
@@ -53,16 +51,10 @@ def compiled(kind):
     elif wide:
         types |= {"b_desc": block(256, 64) if symmetric else block(64, 256), "mirror_desc": block(256, 64)}
         types |= dict.fromkeys(("c_desc", "d_desc"), block(64, 256))
-    if e4m3:
-        result = gl.float8e4nv if "narrow" in kind else gl.float16
-        types |= dict.fromkeys(("a_desc", "b_desc"), block(128, 128, gl.float8e4nv)) | {"rows": "i32"}
-        types |= dict.fromkeys(("c_desc", "d_desc"), block(64, 128, result)) | {"mirror_desc": block(128, 64, result)}
     kernel = update_product_kernel if update else wide_product_kernel if wide else product_kernel
-    kernel = lone_kernel if lone else e4m3_product_kernel if e4m3 else kernel
+    kernel = lone_kernel if lone else kernel
     constants = dict(HAS_C=True, HAS_SCALE=True, GROUP=8, DEPTH=64, STAGES=5)
-    if e4m3:
-        constants = dict(SYMMETRIC=symmetric, HAS_C=True, HAS_SCALE=not symmetric)
-    elif update:
+    if update:
         constants |= dict(P_DTYPE=tl.bfloat16, MASTER_KIND=2, CAUTIOUS=True)
     elif lone:
         del constants["DEPTH"]
@@ -94,17 +86,13 @@ for kind in sys.argv[2:]:
         print(json.dumps(traceback.format_exc()))
 """
 # and how often each multiplies, in its text: consumers, halves of 64 rows or parts of the sum between which a wide tile
-# stores, steps of 32 bytes along a depth of 128; in e4m3 the first chunk of the sum and the others; or the ways of a
-# lone tile's consumers, tiles on the diagonal included
+# stores, steps of 16 along a depth of 64; or the ways of a lone tile's consumers, tiles on the diagonal included
 KINDS = {
     "symmetric": 2 * 2 * 4,
     "general": 2 * 2 * 4,
     "update": 2 * 2 * 4,
     "symmetric wide": 2 * 3 * 4,
     "general wide": 2 * 2 * 4,
-    "symmetric e4m3": 2 * 2 * 4,
-    "symmetric narrow e4m3": 2 * 2 * 4,
-    "general e4m3": 2 * 2 * 4,
     "symmetric lone": (2 + 1 + 2) * 4,
     "general lone": 2 * 4,
     "symmetric small lone": (2 + 4) * 4,

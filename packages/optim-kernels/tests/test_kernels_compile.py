@@ -173,15 +173,6 @@ NORMALIZE = {
 }
 
 
-def in_e4m3(*, is_first: bool) -> Kind:
-    constants = {"HAS_SCALE": is_first, "HAS_TRANSPOSED": is_first, "FACTOR": 256.0, "BLOCK_M": 64, "BLOCK_N": 128}
-    types = {"x": "*fp16", "y": "*fp8e4nv", "transposed": "*fp8e4nv", "scale": "*fp32"}
-    return kind("_kernels.e4m3.e4m3_kernel", constants, types)
-
-
-E4M3 = {"e4m3": in_e4m3(is_first=False), "scaled, its transpose too": in_e4m3(is_first=True)}
-
-
 def adding(slices: str, out: str, *, divides: bool) -> Kind:
     types = {"slices": f"*{SHORT[slices]}", "out": f"*{SHORT[out]}", "stride": "i64", "numel": "i64", "divisor": "fp32"}
     return kind("_kernels.slices.sum_kernel", {"DIVIDES": divides, "BLOCK": 1024}, types)
@@ -371,7 +362,7 @@ PRODUCTS = {
     "last, small": last(SMALL_LAST_TILE, full=False, squares=False, param="bfloat16", master=2),
     "last, fp32, squares": last(FULL_PRECISION, full=True, squares=True, param="bfloat16", master=1, dtype="float32"),
 }
-KINDS = ADAMW | CLIP | NORMALIZE | E4M3 | SLICES | MOMENTUM | UPDATE | ELEMENTS | PRODUCTS
+KINDS = ADAMW | CLIP | NORMALIZE | SLICES | MOMENTUM | UPDATE | ELEMENTS | PRODUCTS
 
 
 @pytest.fixture(scope="module")

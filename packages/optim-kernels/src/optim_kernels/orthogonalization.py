@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, Literal, overload
@@ -31,7 +31,6 @@ from optim_kernels._impl import Impl, can_compute_directly, check_impl, is_trans
 from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
 from optim_kernels._newton_schulz.config import (
     COMPUTE_DTYPES,
-    OPTIONS,
     Coefficients,
     EpsMode,
     Method,
@@ -156,9 +155,9 @@ def _checked_out(out: Any, result: Tensor) -> Tensor:
     return out
 
 
-# What `OPTIONS` of an `NSConfig` are.
+# The fields of an `NSConfig`, in their order.
 Values = tuple[Any, int, Any, torch.dtype | None, Any, float, float, Any]
-_values: Callable[[NSConfig], Values] = attrgetter(*OPTIONS)
+_values: Callable[[NSConfig], Values] = attrgetter(*(field.name for field in fields(NSConfig)))
 
 
 def _one(x: Tensor, values: Values, impl: Impl) -> Tensor:

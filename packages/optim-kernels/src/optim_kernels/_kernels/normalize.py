@@ -42,7 +42,7 @@ NUM_LAUNCHES = 256
 
 
 @triton.jit
-def tile_at(x, batch, tile, columns, batch_stride, row_stride, column_stride, M, N, BLOCK_M, BLOCK_N):
+def _tile(x, batch, tile, columns, batch_stride, row_stride, column_stride, M, N, BLOCK_M, BLOCK_N):
     """Addresses of a tile of a matrix, and which of them exist."""
     rows = (tile // columns) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     cols = (tile % columns) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -78,10 +78,10 @@ def squares_kernel(
         tl.store(state, 0, mask=(part == 0) & (batch == 0))
     total = tl.zeros((), tl.float64)
     for tile in range(part, tiles, parts):
-        at, exists = tile_at(g, batch, tile, columns, batch_stride, row_stride, column_stride, M, N, BLOCK_M, BLOCK_N)
+        at, exists = _tile(g, batch, tile, columns, batch_stride, row_stride, column_stride, M, N, BLOCK_M, BLOCK_N)
         value = tl.load(at, mask=exists, other=0.0)
         if COPIES:
-            at, exists = tile_at(x, batch, tile, columns, x_batch_stride, x_row_stride, 1, M, N, BLOCK_M, BLOCK_N)
+            at, exists = _tile(x, batch, tile, columns, x_batch_stride, x_row_stride, 1, M, N, BLOCK_M, BLOCK_N)
             tl.store(at, value, mask=exists)
         wide = value.to(tl.float32) if g.dtype.element_ty == tl.float16 else value.to(tl.float64)
         total += tl.sum(tl.reshape(wide * wide, (BLOCK_M * BLOCK_N,)), 0).to(tl.float64)
@@ -123,10 +123,10 @@ def scale_kernel(
 ):
     after_previous(OVERLAP)
     tile, batch = tl.program_id(0), tl.program_id(1)
-    at, exists = tile_at(g, batch, tile, columns, batch_stride, row_stride, column_stride, M, N, BLOCK_M, BLOCK_N)
+    at, exists = _tile(g, batch, tile, columns, batch_stride, row_stride, column_stride, M, N, BLOCK_M, BLOCK_N)
     value = tl.load(at, mask=exists, other=0.0).to(tl.float32)
     divisor = _divisor(partials, batch, parts, norm_scale, eps, ADD_EPS, PARTS).to(tl.float32)
-    at, exists = tile_at(x, batch, tile, columns, x_batch_stride, x_row_stride, 1, M, N, BLOCK_M, BLOCK_N)
+    at, exists = _tile(x, batch, tile, columns, x_batch_stride, x_row_stride, 1, M, N, BLOCK_M, BLOCK_N)
     tl.store(at, narrow(div_rn(value, divisor), x.dtype.element_ty), mask=exists)
 
 
@@ -173,7 +173,7 @@ def row_factors_kernel(
 ):
     """Multiply a tile's rows, and with BOTH_SIDES its columns, by their factors, in place."""
     tile, batch = tl.program_id(0), tl.program_id(1)
-    at, exists = tile_at(x, batch, tile, columns, batch_stride, row_stride, 1, M, N, BLOCK_M, BLOCK_N)
+    at, exists = _tile(x, batch, tile, columns, batch_stride, row_stride, 1, M, N, BLOCK_M, BLOCK_N)
     row = (tile // columns) * BLOCK_M + tl.arange(0, BLOCK_M)
     value = tl.load(at, mask=exists, other=0.0).to(tl.float32)
     value *= tl.load(factors + batch * M + row, mask=row < M, other=0.0)[:, None]

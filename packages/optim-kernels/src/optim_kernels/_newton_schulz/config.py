@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import prod
@@ -38,11 +38,6 @@ LARGEST_SLOPE = 2.0**15
 # The most steps in the first block, and in a later one, with which "auto" takes the Gram iteration. Rounding puts small
 # eigenvalues of R below zero, where each step of a block enlarges them by a², until the factor leaves fp16.
 MOST_STEPS = (2, 3)
-# The sets, of five steps, that stay within 1.3 times the errors of fp16 if the standard iteration begins in e4m3.
-E4M3_SETS = ("keller",)
-# The short side m from which they do so whatever the matrix is: what is rounded matters less the more is summed. With
-# rows of four decades the error of 256 rows is 12 times that of fp16, of 1000 rows 1.4 times, of 2048 rows the same.
-E4M3_SIDE = 2048
 COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -60,10 +55,8 @@ class NSConfig:
             the errors of ``"gram"`` are up to 4.6 times those of ``"standard"``; in fp32, which is chosen for small
             errors, 4 to 9 times for singular values from 1 to 1e-6.
         dtype: of the products' operands; ``None`` is fp16 on CUDA, where tensor cores accumulate in fp32, and elsewhere
-            fp32 (fp64 for fp64 matrices). With ``None`` the standard iteration of large matrices begins in e4m3 on
-            Hopper, with ``"keller"`` and five steps, whose results stay as exact (`e4m3_steps`). Kernels take an fp32
-            operand as the sum of two tf32 numbers, 23 bits; in the first two steps, which matter most, they multiply
-            fp32 matrices in fp64 where that is fast.
+            fp32 (fp64 for fp64 matrices). Kernels take an fp32 operand as the sum of two tf32 numbers, 23 bits; in the
+            first two steps, which matter most, they multiply fp32 matrices in fp64 where that is fast.
         restarts: step numbers after which the Gram iteration forms R anew. ``None`` is after every second step, unless
             a single step would be left: ``(2,)`` up to five steps, ``(2, 4)`` for six and seven. ``"accurate"`` is
             after every second step from the first on. Numbers from ``steps`` on are ignored: a list may serve several
@@ -71,7 +64,6 @@ class NSConfig:
             times as far from the exact result, and five or more leave fp16. Where one launch on Hopper runs the whole
             iteration, a single restart of long matrices forms R from its factors (`chain_jobs`).
         norm_scale, eps, eps_mode: X = G / max(s‖G‖, eps) (``"clamp"``) or G / (s‖G‖ + eps) (``"add"``).
-        dtype_is_open: not an option; whether ``dtype`` was ``None`` before `of` set it.
     """
 
     coefficients: Coefficients = "keller"
@@ -82,7 +74,6 @@ class NSConfig:
     norm_scale: float = 1.0
     eps: float = 1e-7
     eps_mode: EpsMode = "clamp"
-    dtype_is_open: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
@@ -156,12 +147,6 @@ class NSConfig:
         is_possible = self.method_for(m, n) == "gram" and self.dtype in (None, torch.float16) and len(self.blocks) == 2
         return is_possible and n >= FACTORS_ASPECT * m and _slope(self.triples) <= LARGEST_SLOPE
 
-    def may_start_in_e4m3(self, m: int, n: int) -> bool:
-        """Whether the iteration may begin in e4m3 (`e4m3_steps`): only if ``dtype`` was left open, and is fp16."""
-        if not self.dtype_is_open or self.dtype != torch.float16 or self.norm_scale < 1.0 or m < E4M3_SIDE:
-            return False
-        return self.method_for(m, n) == "standard" and any(self.triples == resolve(name, 5) for name in E4M3_SETS)
-
     def flops(self, rows: int, columns: int) -> int:
         """Flops for one ``rows × columns`` matrix, with symmetric halves counted once and restarts that form XXᵀ."""
         m, n = sorted((rows, columns))
@@ -184,7 +169,7 @@ class NSConfig:
 
     def of(self, x: Tensor) -> NSConfig:
         """This config with the dtype that it has for input ``x``: what depends on the dtype takes ``None`` for fp16."""
-        return self if self.dtype is not None else replace(self, dtype=self.compute_dtype(x), dtype_is_open=True)
+        return self if self.dtype is not None else replace(self, dtype=self.compute_dtype(x))
 
 
 def check_steps(steps: Any) -> None:
@@ -213,14 +198,11 @@ def _slope(triples: Sequence[Triple]) -> float:
     return prod(abs(a) for a, _, _ in triples)
 
 
-# The options of an `NSConfig`, in their order.
-OPTIONS = tuple(each.name for each in fields(NSConfig) if each.name != "dtype_is_open")
-
-
 @lru_cache(maxsize=256)
 def config_of(*values: Any) -> NSConfig:
-    """The config whose `OPTIONS` have these `hashable` values: one object for values that come again."""
-    return NSConfig(**dict(zip(OPTIONS, values, strict=True)))
+    """The config whose fields have these `hashable` values, in their order: one object for values that come again."""
+    names = (field.name for field in fields(NSConfig))
+    return NSConfig(**dict(zip(names, values, strict=True)))
 
 
 def hashable(value: Any) -> Any:

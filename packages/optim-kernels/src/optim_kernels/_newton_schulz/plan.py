@@ -33,7 +33,6 @@ from optim_kernels._newton_schulz.chain import BatchPlan, takes_chain
 from optim_kernels._newton_schulz.chain_jobs import Kind, Scale, jobs_of
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.copy_engine import ALIGNMENT, is_readable
-from optim_kernels._newton_schulz.e4m3_steps import first_step, quadratic, starts_in_e4m3
 from optim_kernels._newton_schulz.product_launches import general_product, symmetric_product
 from optim_kernels._recording import ONE_AT_A_TIME, side_stream
 
@@ -78,8 +77,6 @@ class Plan:
         self._jobs = jobs_of(config, *g.shape[-2:])
         self._config = config
         self._is_replayed = g.is_cuda and config.steps > 0 and is_small(shape, config)
-        count, m, n = g.shape
-        self._starts_in_e4m3 = not self._is_replayed and starts_in_e4m3(count, m, n, config, dtype, g.device)
         self._is_scaled = g.dtype == dtype == torch.float16 and config.steps > 0 and not config.row_factors
         self._direct = Buffers(
             self._jobs,
@@ -146,11 +143,7 @@ class Plan:
 
         ``is_ready``: the first X was complete before the launches that find its norm, so the first product may overlap.
         """
-        first = 0
-        if self._starts_in_e4m3:
-            # its three products, and two more up to A² of the second step
-            first = self._multiply_in_e4m3(squares, xs, None if scales is None else scales[0])
-        for number, job in enumerate(self._jobs[first:], start=first):
+        for number, job in enumerate(self._jobs):
             scale = None if scales is None or job.scale is Scale.NONE else scales[job.scale - 1]
             if job.kind is Kind.RECTANGLE:
                 c = xs[job.c] if job.c >= 0 else None
@@ -166,15 +159,6 @@ class Plan:
             symmetric_product(a, b, c=c, alpha=job.alpha, beta=job.beta, out=d, **more)
             if number == 0 and self._config.row_factors:
                 apply_row_factors(a, d)
-
-    def _multiply_in_e4m3(self, squares: Sequence[Tensor], xs: Sequence[Tensor], scale: Tensor | None) -> int:
-        """Launch the products up to S of the second step; return how many of the plan's jobs they do."""
-        gram, _, step, second_gram, second_square = self._jobs[:5]
-        first_step(xs[gram.a], self._config.triples[0], xs[step.d], scale)
-        a, s = squares[second_gram.d], squares[second_square.d]
-        symmetric_product(xs[second_gram.a], xs[second_gram.a], out=a)
-        quadratic(a, second_square.beta, second_square.alpha, s)
-        return 5
 
     def _recorded(self, squares: Sequence[Tensor], xs: Sequence[Tensor], scales: Tensor | None) -> torch.cuda.CUDAGraph:
         # `torch.cuda.graph` would synchronise; nothing is allocated here, and other threads may go on
