@@ -47,9 +47,10 @@ COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
         ),
         1.05,
     ),
-    # CANS (Chebyshev-accelerated), arXiv 2506.10935. Its first polynomials map 1 to the edge of what the next ones can
-    # bring back: a matrix of rank one whose norm 16-bit rounding puts above 1 grows without bound, unless norm_scale
-    # is 1.01 or more.
+    # CANS (Chebyshev-accelerated), arXiv 2506.10935. Each polynomial maps its interval onto all of what the next one
+    # can bring back. So with 16-bit operands a matrix of few rows, whose errors do not average out, may grow without
+    # bound, whatever its norm was divided by (6 or 8 Gaussian rows; fp16 is off by up to 6 times the result, bf16 by
+    # 1e6).
     "cans": (
         (8.4703, -25.1081, 18.6293),
         (4.1828, -3.1087, 0.5806),
