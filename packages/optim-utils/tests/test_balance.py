@@ -232,7 +232,7 @@ def test_a_cap_that_binds_takes_seconds_on_thousands_of_ranks(opposed):
         turns=1,
     )
     # it is 10 to 20; a look at each rank for each item, in each heuristic, made it 192 and more
-    assert ratio < 80
+    assert ratio < 40
     assert splits[0].gap < 0.61
 
 
