@@ -113,9 +113,11 @@ def together(session: nox.Session) -> None:
     _install(session, *map(_source, PACKAGES), *_groups("test", "cov", "bench"))
     session.run("coverage", "erase")
     packages = [_tests(package) for package in PACKAGES]
-    # the slow tests and those of times run for each package alone: a tracer slows Python down, and sees into no rank
-    quick = ("-m", "not slow and not timing")
-    session.run("coverage", "run", "-m", "pytest", "-q", "--timeout=600", *quick, *packages, *session.posargs)
+    # the slow tests, those of times and those that start ranks run for each package alone: a tracer slows Python down,
+    # and sees into no rank
+    quick = ("-p", "without_ranks", "-m", "not slow and not timing")
+    command = ("coverage", "run", "-m", "pytest", "-q", "--timeout=600", *quick, *packages, *session.posargs)
+    session.run(*command, env={"PYTHONPATH": ".ci"})
     session.run("coverage", "combine")
     session.run("coverage", "report", "--fail-under=80")
     session.run(*PYTEST, "benchmarks", *session.posargs)
