@@ -173,6 +173,20 @@ NORMALIZE = {
 }
 
 
+def to_int8(*, is_whole: bool) -> Kind:
+    constants = {"LARGEST": 126.0, "ROUNDER": 1.5 * 2**23, "ROWS": 2 if is_whole else 1, "IS_WHOLE": is_whole}
+    constants["COLUMNS"] = 4096 if is_whole else 8192
+    types = {"x": "*fp16", "numbers": "*i8", "units": "*fp32", "squares": "*fp32"}
+    return kind("_kernels.int8_rows.int8_kernel", constants, types, num_warps=8)
+
+
+INT8 = {
+    "rows in int8": to_int8(is_whole=True),
+    "long rows in int8": to_int8(is_whole=False),
+    "transposition": kind("_kernels.int8_rows.transpose_kernel", {"SIDE": 64}, {"x": "*fp16", "out": "*fp16"}),
+}
+
+
 def adding(slices: str, out: str, *, divides: bool) -> Kind:
     types = {"slices": f"*{SHORT[slices]}", "out": f"*{SHORT[out]}", "stride": "i64", "numel": "i64", "divisor": "fp32"}
     return kind("_kernels.slices.sum_kernel", {"DIVIDES": divides, "BLOCK": 1024}, types)
@@ -362,7 +376,7 @@ PRODUCTS = {
     "last, small": last(SMALL_LAST_TILE, full=False, squares=False, param="bfloat16", master=2),
     "last, fp32, squares": last(FULL_PRECISION, full=True, squares=True, param="bfloat16", master=1, dtype="float32"),
 }
-KINDS = ADAMW | CLIP | NORMALIZE | SLICES | MOMENTUM | UPDATE | ELEMENTS | PRODUCTS
+KINDS = ADAMW | CLIP | NORMALIZE | INT8 | SLICES | MOMENTUM | UPDATE | ELEMENTS | PRODUCTS
 
 
 @pytest.fixture(scope="module")

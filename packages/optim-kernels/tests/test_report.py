@@ -38,6 +38,7 @@ def test_every_kernel_is_checked(capsys: pytest.CaptureFixture[str], monkeypatch
     assert all(result.startswith("ok, error ") for result in checks.values())
     # tiles that large products alone take
     of_large = {("optim_kernels._kernels.symmetric", name) for name in ("quartered_kernel", "joined_kernel")}
+    of_large |= {("optim_kernels._kernels.int8_rows", name) for name in ("int8_kernel", "transpose_kernel")}
     assert portable_kernels() - launched == of_large
 
 

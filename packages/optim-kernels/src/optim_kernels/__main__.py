@@ -243,7 +243,9 @@ def check_newton_schulz(
     for shape in shapes:
         x = torch.randn(shape, generator=generator).to(device, dtype)
         run = partial(newton_schulz, steps=steps, coefficients=coefficients)
-        found = run(x, compute_dtype=dtype, impl="triton").double()
+        # fp16 left open, large matrices start in int8 on Hopper
+        is_open = x.is_cuda and dtype == torch.float16
+        found = run(x, compute_dtype=None if is_open else dtype, impl="triton").double()
         exact = run(x.double(), compute_dtype=torch.float64, impl="torch")
         errors.append(float((found - exact).norm() / exact.norm()))
     return max(errors), allowed

@@ -305,11 +305,12 @@ class Launch:
     def _keep(self, compiled: Any, device: int) -> None:
         """Launch this compiled kernel from now on; it is loaded on the device of this number."""
         self._device = device
-        self._run = compiled[self._grid]
         if has_short_launch(triton.__version__):
-            self._run_short = compiled.run
             self._loaded = (compiled.function, compiled.packed_metadata, None, None, None)
             self._stream = triton.runtime.driver.active.get_current_stream
+            self._run_short = compiled.run
+        # last: with it other threads launch the kernel again
+        self._run = compiled[self._grid]
 
     def again(self, arguments: Sequence[Any]) -> None:
         """Launch with the tensors' addresses; for launches after the first."""

@@ -98,5 +98,5 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 @cache
 def _shared_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """The layout of a block in shared memory, swizzled as the copy engine writes and the tensor cores read it."""
-    element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
+    element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.int8: gl.int8}[dtype]
     return gl.NVMMASharedLayout.get_default_for([1, rows, columns], element)

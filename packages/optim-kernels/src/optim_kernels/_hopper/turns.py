@@ -19,10 +19,16 @@ BLOCK = gl.constexpr(128)
 
 
 @gluon.jit
-def begin(ME: gl.constexpr, turn, turns):
-    """Wait for this consumer's turn number ``turns`` and return zero sums; consumer 0 starts, then they alternate."""
+def begin(ME: gl.constexpr, turn, turns, INT8: gl.constexpr = False):
+    """Wait for this consumer's turn number ``turns`` and return zero sums; consumer 0 starts, then they alternate.
+
+    INT8: sums of products of int8 are int32.
+    """
     mbarrier.wait(turn.index(ME), (turns & 1) ^ (1 - ME))
-    return gl.zeros([BLOCK, BLOCK], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16]))
+    if INT8:
+        return gl.zeros([BLOCK, BLOCK], gl.int32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32]))
+    else:
+        return gl.zeros([BLOCK, BLOCK], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16]))
 
 
 @gluon.jit

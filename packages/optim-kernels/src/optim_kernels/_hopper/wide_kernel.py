@@ -16,7 +16,6 @@ A block on the diagonal is computed whole, and is symmetric to the last bit beca
 
 from __future__ import annotations
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -35,14 +34,11 @@ from optim_kernels._hopper.ring import (
     barrier,
     barriers,
     blocks_of,
-    descriptor,
     fill,
     load,
     store,
 )
 from optim_kernels._kernels.product import rectangle_tile, triangle_tile
-from optim_kernels._newton_schulz.tiles import WIDE, cdiv, symmetric_tiles
-from optim_kernels._triton import FUSED
 
 ROWS = gl.constexpr(128)
 COLUMNS = gl.constexpr(256)
@@ -217,54 +213,3 @@ def wide_product_kernel(
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
-
-
-def wide_product(
-    a: Tensor,
-    b: Tensor | None,
-    *,
-    c: Tensor | None,
-    alpha: float,
-    beta: float,
-    out: Tensor,
-    scale: Tensor | None,
-    panel: int,
-    programs: int,
-) -> Tensor:
-    """``scale (alpha a b + beta c)`` for ``a [batch, M, K]`` and ``b [batch, K, N]``; b ``None`` is ``aᵀ``.
-
-    ``panel``: rows of tiles (of blocks, where symmetric) that share a column's operand in L2; ``programs``: how many at
-    most.
-    """
-    batch, m, k = a.shape
-    half, columns = WIDE.rows // 2, WIDE.columns
-    if b is None:
-        tiles, grid = symmetric_tiles(m, WIDE), (cdiv(m, columns), 0)
-        second = descriptor(a, columns, WIDE.depth)
-    else:
-        grid = cdiv(m, WIDE.rows), cdiv(b.shape[-1], columns)
-        tiles = grid[0] * grid[1]
-        second = descriptor(b, WIDE.depth, columns)
-    wide_product_kernel[(min(batch * tiles, programs),)](
-        descriptor(a, WIDE.rows, WIDE.depth),
-        second,
-        descriptor(out if c is None else c, half, columns),
-        descriptor(out, half, columns),
-        descriptor(out, columns, half),
-        out if scale is None else scale,
-        batch * tiles,
-        tiles,
-        *grid,
-        k,
-        alpha,
-        beta,
-        SYMMETRIC=b is None,
-        HAS_C=c is not None,
-        HAS_SCALE=scale is not None,
-        GROUP=panel,
-        DEPTH=WIDE.depth,
-        STAGES=WIDE.num_stages,
-        num_warps=4,
-        **FUSED,
-    )
-    return out

@@ -56,10 +56,10 @@ class BlockLaunch(Launch):
         pairs = zip(matrices, self._blocks, strict=True)
         known = [None if x is None else self._describe(x, *block) for x, block in pairs]
         device = next(x.device for x in matrices if x is not None)
-        self._first(device, (*known, *others))
         if not INTERPRETED.value:
-            # of the first matrices only their shapes are kept
+            # of the first matrices only their shapes are kept; before other threads may launch the kernel again
             self._known = [None if each is None else _descriptor_like(each, None) for each in known]
+        self._first(device, (*known, *others))
 
 
 def _descriptor_like(known: Any, x: Tensor | None) -> Any:

@@ -38,6 +38,9 @@ LARGEST_SLOPE = 2.0**15
 # The most steps in the first block, and in a later one, with which "auto" takes the Gram iteration. Rounding puts small
 # eigenvalues of R below zero, where each step of a block enlarges them by a², until the factor leaves fp16.
 MOST_STEPS = (2, 3)
+# The short side from which the first step may take int8 (`int8_start`): one such matrix fills the chip for longer than
+# launches take. The longest row, whose products' sum is below 2^31. And the set whose polynomials bear it.
+INT8_SIDE, INT8_LENGTH, INT8_SET = 3584, 2**17, "keller"
 COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -55,8 +58,10 @@ class NSConfig:
             the errors of ``"gram"`` are up to 4.6 times those of ``"standard"``; in fp32, which is chosen for small
             errors, 4 to 9 times for singular values from 1 to 1e-6.
         dtype: of the products' operands; ``None`` is fp16 on CUDA, where tensor cores accumulate in fp32, and elsewhere
-            fp32 (fp64 for fp64 matrices). Kernels take an fp32 operand as the sum of two tf32 numbers, 23 bits; in the
-            first two steps, which matter most, they multiply fp32 matrices in fp64 where that is fast.
+            fp32 (fp64 for fp64 matrices). With ``None`` the kernels take large matrices' first step of ``"keller"`` in
+            int8 on Hopper (`int8_start`), by which errors grow in matrices with few rows that are not zero. Kernels
+            take an fp32 operand as the sum of two tf32 numbers, 23 bits; in the first two steps, which matter most,
+            they multiply fp32 matrices in fp64 where that is fast.
         restarts: step numbers after which the Gram iteration forms R anew. ``None`` is after every second step, unless
             a single step would be left: ``(2,)`` up to five steps, ``(2, 4)`` for six and seven. ``"accurate"`` is
             after every second step from the first on. Numbers from ``steps`` on are ignored: a list may serve several
@@ -147,6 +152,13 @@ class NSConfig:
         is_possible = self.method_for(m, n) == "gram" and self.dtype in (None, torch.float16) and len(self.blocks) == 2
         return is_possible and n >= FACTORS_ASPECT * m and _slope(self.triples) <= LARGEST_SLOPE
 
+    def may_start_in_int8(self, m: int, n: int) -> bool:
+        """Whether m×n matrices take the first step in int8 on Hopper, however many they are (`int8_start`)."""
+        fits = m >= INT8_SIDE and n <= INT8_LENGTH
+        if self.dtype is not None or not fits or self.norm_scale < 1.0 or self.steps < 2:
+            return False
+        return set(self.triples) == set(resolve(INT8_SET, 1)) and self.method_for(m, n) == "standard"
+
     def flops(self, rows: int, columns: int) -> int:
         """Flops for one ``rows × columns`` matrix, with symmetric halves counted once and restarts that form XXᵀ."""
         m, n = sorted((rows, columns))
@@ -169,7 +181,7 @@ class NSConfig:
 
     def of(self, x: Tensor) -> NSConfig:
         """This config with the dtype that it has for input ``x``: what depends on the dtype takes ``None`` for fp16."""
-        return self if self.dtype is not None else replace(self, dtype=self.compute_dtype(x))
+        return self if self.dtype is not None or x.is_cuda else replace(self, dtype=self.compute_dtype(x))
 
 
 def check_steps(steps: Any) -> None:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._impl import multiplies_fp64_fast
+from optim_kernels._newton_schulz.coefficients import Triple
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels.reference.newton_schulz import frobenius_norm, norm_divisor
 
@@ -44,6 +45,9 @@ class Products(Protocol):
     ``exact``: later steps enlarge this product's error, so for fp32 matrices it is summed in fp64 where the device
     multiplies fp64 fast.
     """
+
+    def first_step(self, xs: Sequence[Tensor], triple: Triple, /) -> list[Tensor] | None:
+        """``aX + (bA + cA²)X`` where the implementation has a way of its own for it; else ``None``."""
 
     def gram(self, xs: Sequence[Tensor], /, *, exact: bool = False) -> Tensor:
         """``x xᵀ`` of every x of the family, as one batch."""
@@ -78,6 +82,9 @@ class Products(Protocol):
 
 class TorchProducts:
     """Plain torch; products are rounded once."""
+
+    def first_step(self, xs: Sequence[Tensor], triple: Triple, /) -> None:
+        return None
 
     def gram(self, xs: Sequence[Tensor], /, *, exact: bool = False) -> Tensor:
         grams = [_multiplied(x, x.mT, exact=exact) for x in xs]
@@ -174,8 +181,9 @@ def iterate(xs: Sequence[Tensor], config: NSConfig, products: Products) -> list[
 
 def standard_iteration(xs: Sequence[Tensor], config: NSConfig, products: Products) -> list[Tensor]:
     """X ← aX + (bA + cA²)X, A = XXᵀ, for every triple."""
-    xs = list(xs)
-    for step, (a, b, c) in enumerate(config.triples):
+    stepped = products.first_step(xs, config.triples[0]) if config.triples else None
+    xs, first = (list(xs), 0) if stepped is None else (stepped, 1)
+    for step, (a, b, c) in enumerate(config.triples[first:], start=first):
         exact = step < NUM_EXACT
         gram = products.gram(xs)
         if step == 0 and config.row_factors:

@@ -33,6 +33,7 @@ from optim_kernels._newton_schulz.chain import BatchPlan, takes_chain
 from optim_kernels._newton_schulz.chain_jobs import Kind, Scale, jobs_of
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.copy_engine import ALIGNMENT, is_readable
+from optim_kernels._newton_schulz.int8_start import first_step, starts_in_int8
 from optim_kernels._newton_schulz.product_launches import general_product, symmetric_product
 from optim_kernels._recording import ONE_AT_A_TIME, side_stream
 
@@ -76,7 +77,10 @@ class Plan:
         self._batch, self._shape, self._dtype, self._compute_dtype = g.shape, shape, g.dtype, dtype
         self._jobs = jobs_of(config, *g.shape[-2:])
         self._config = config
-        self._is_replayed = g.is_cuda and config.steps > 0 and is_small(shape, config)
+        _, m, n = g.shape
+        self._starts_in_int8 = starts_in_int8(m, n, config, g.device)
+        is_direct = self._starts_in_int8 or not g.is_cuda or config.steps == 0
+        self._is_replayed = not is_direct and is_small(shape, config)
         self._is_scaled = g.dtype == dtype == torch.float16 and config.steps > 0 and not config.row_factors
         self._direct = Buffers(
             self._jobs,
@@ -143,7 +147,14 @@ class Plan:
 
         ``is_ready``: the first X was complete before the launches that find its norm, so the first product may overlap.
         """
-        for number, job in enumerate(self._jobs):
+        first = 0
+        if self._starts_in_int8:
+            gram, square, rectangle = self._jobs[:3]
+            factors = squares[gram.d][:1], squares[square.d][:1]
+            of_x = None if scales is None else (scales[0], scales[1])
+            first_step(xs[gram.a], self._config.triples[0], factors, xs[rectangle.d], of_x)
+            first = 3
+        for number, job in enumerate(self._jobs[first:], start=first):
             scale = None if scales is None or job.scale is Scale.NONE else scales[job.scale - 1]
             if job.kind is Kind.RECTANGLE:
                 c = xs[job.c] if job.c >= 0 else None

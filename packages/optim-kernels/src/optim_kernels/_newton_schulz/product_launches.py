@@ -12,7 +12,7 @@ kept for matrices of the same shapes and strides.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from optim_kernels._kernels import product, symmetric
 from optim_kernels._newton_schulz.block_launch import BlockLaunch
+from optim_kernels._newton_schulz.coefficients import Triple
 from optim_kernels._newton_schulz.config import Tiles
 from optim_kernels._newton_schulz.copy_engine import ALIGNMENT, as_batch, empty_matrices
 from optim_kernels._newton_schulz.tile_choice import (
@@ -29,6 +30,7 @@ from optim_kernels._newton_schulz.tile_choice import (
     tile_of_one,
 )
 from optim_kernels._newton_schulz.tiles import (
+    WIDE,
     Tile,
     cdiv,
     general_tile,
@@ -36,7 +38,7 @@ from optim_kernels._newton_schulz.tiles import (
     symmetric_tile,
     symmetric_tiles,
 )
-from optim_kernels._triton import FUSED, can_overlap
+from optim_kernels._triton import can_overlap
 
 # Rows of tiles that share a column's operand while it is in the L2 cache.
 PANEL = 8
@@ -91,11 +93,12 @@ def symmetric_product(
         _check_numbers(tile, factors)
     if launch is None:
         if tile.ping_pong:
-            _ping_pong(a, b, c, out, q, scale, tile, (*factors, omega), is_symmetric=True)
+            ping_pong(a, b, c, out, q, scale, tile, (*factors, omega), is_symmetric=True)
             return out
         if not same or q is not None:
             raise ValueError(f"{tile} is for x xᵀ alone, got two operands or a shift; leave the tile to the shape")
-        return _wide_product(a, None, c=c, alpha=alpha, beta=beta, out=out, scale=scale)
+        _wide_product(a, None, c, out, scale, factors)
+        return out
     matrices: tuple[Tensor | None, ...]
     if tile.lone:
         matrices = (a, b, *(out if x is None else x for x in (c, out, q)))
@@ -192,9 +195,10 @@ def general_product(
         _check_numbers(tile, factors)
     if launch is None:
         if tile.ping_pong:
-            _ping_pong(a, b, c, out, None, scale, tile, (*factors, 0.0), is_symmetric=False)
+            ping_pong(a, b, c, out, None, scale, tile, (*factors, 0.0), is_symmetric=False)
             return out
-        return _wide_product(a, b, c=c, alpha=alpha, beta=beta, out=out, scale=scale)
+        _wide_product(a, b, c, out, scale, factors)
+        return out
     numbers = (out if scale is None else scale, *counts, k, *factors)
     if tile.lone:
         launch.launch((a, b, out if c is None else c, out, out), (*numbers, 0.0))
@@ -276,14 +280,45 @@ def _check_numbers(tile: Tile, factors: tuple[Any, Any]) -> None:
         raise ValueError(f"{tile} takes alpha and beta as numbers; `portable_tile` gives one for tensors")
 
 
-def _wide_product(a: Tensor, b: Tensor | None, **options: Any) -> Tensor:
-    """Either product in tiles that both consumers share (`_hopper.wide_kernel`)."""
-    from optim_kernels._hopper.wide_kernel import wide_product
+def _wide_product(
+    a: Tensor, b: Tensor | None, c: Tensor | None, d: Tensor, scale: Tensor | None, numbers: tuple[float, float]
+) -> None:
+    """Either product in tiles that both consumers share (`_hopper.wide_kernel`); b ``None`` is ``aᵀ``.
 
-    return wide_product(a, b, **options, panel=PANEL, programs=num_multiprocessors(a.device.index))
+    ``numbers``: α and β.
+    """
+    launch, counts = _wide_launch((*map(_layout, (a, b, c, d)), _alignment(scale)), a.device)
+    matrices = (a, a if b is None else b, d if c is None else c, d, d)
+    launch.launch(matrices, (d if scale is None else scale, *counts, *numbers))
 
 
-def _ping_pong(
+@lru_cache(maxsize=NUM_LAUNCHES)
+def _wide_launch(key: tuple[Any, ...], device: torch.device) -> tuple[BlockLaunch, tuple[int, int, int, int, int]]:
+    """The launch, and the numbers of tiles and the length of the sums to pass to it."""
+    # Gluon
+    from optim_kernels._hopper.ring import descriptor
+    from optim_kernels._hopper.wide_kernel import wide_product_kernel
+
+    ((batch, m, k), *_), b, c, ((_, _, n), *_), scale = key
+    rows, columns, depth = WIDE.rows, WIDE.columns, WIDE.depth
+    if b is None:
+        tiles, grid = symmetric_tiles(m, WIDE), (cdiv(m, columns), 0)
+    else:
+        grid = cdiv(m, rows), cdiv(n, columns)
+        tiles = grid[0] * grid[1]
+    second = (columns, depth) if b is None else (depth, columns)
+    launch = BlockLaunch(
+        wide_product_kernel,
+        min(batch * tiles, num_multiprocessors(device.index)),
+        [(rows, depth), second, *(2 * [(rows // 2, columns)]), (columns, rows // 2)],
+        (b is None, c is not None, scale is not None, PANEL, depth, WIDE.num_stages),
+        describe=descriptor,
+        num_warps=4,
+    )
+    return launch, (batch * tiles, tiles, *grid, k)
+
+
+def ping_pong(
     a: Tensor,
     b: Tensor,
     c: Tensor | None,
@@ -294,44 +329,43 @@ def _ping_pong(
     numbers: tuple[float, float, float],
     *,
     is_symmetric: bool,
+    int8: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
-    """Either product on the ping-pong schedule; ``numbers``: α, β and ω."""
-    kernel, descriptor = _ping_pong_kernel()
-    (batch, m, n), side, depth = d.shape, tile.rows, tile.depth
-    rows, columns = cdiv(m, side), cdiv(n, side)
-    tiles = symmetric_tiles(m, tile) if is_symmetric else rows * columns
-    total = batch * tiles
-    kernel[(min(total, num_multiprocessors(a.device.index)),)](
-        descriptor(a, side, depth),
-        descriptor(b, *((side, depth) if is_symmetric else (depth, side))),
-        *(descriptor(d if x is None else x, side, side) for x in (c, d, q)),
-        d if scale is None else scale,
-        total,
-        tiles,
-        rows,
-        columns,
-        a.shape[-1],
-        *numbers,
-        SYMMETRIC=is_symmetric,
-        SAME=a is b,
-        HAS_C=c is not None,
-        HAS_Q=q is not None,
-        HAS_SCALE=scale is not None,
-        GROUP=PANEL,
-        DEPTH=depth,
-        STAGES=tile.num_stages,
-        num_warps=4,
-        **FUSED,
-    )
+    """Either product on the ping-pong schedule; ``numbers``: α, β and ω.
+
+    ``int8``: it is of ``a [batch, M, K]`` and ``b [batch, N, K]`` in int8, with their rows' units ``[batch, M]`` and
+    ``[batch, N]``, and where symmetric with a diagonal ``[batch, M]`` of a bᵀ, all in fp32.
+    """
+    of_int8 = None if int8 is None else tuple(map(_alignment, int8))
+    key = (a is b, is_symmetric, *map(_layout, (a, b, c, d, q)), _alignment(scale), of_int8)
+    launch, counts = _ping_pong_launch(key, tile, a.device)
+    matrices = (a, b, *(d if x is None else x for x in (c, d, q)))
+    launch.launch(matrices, (d if scale is None else scale, *(int8 or (d, d, d)), *counts, *numbers))
 
 
-@cache
-def _ping_pong_kernel() -> Any:
-    """The kernel, and the function that describes its matrices; their modules need Gluon."""
+@lru_cache(maxsize=NUM_LAUNCHES)
+def _ping_pong_launch(key: tuple[Any, ...], tile: Tile, device: torch.device) -> tuple[BlockLaunch, tuple[int, ...]]:
+    """The launch, and the numbers of tiles, the length of the sums, and the rows and columns to pass to it."""
+    # Gluon
     from optim_kernels._hopper.ping_pong_kernels import product_kernel
     from optim_kernels._hopper.ring import descriptor
 
-    return product_kernel, descriptor
+    same, is_symmetric, ((_, _, k), *_), _, c, ((batch, m, n), *_), q, scale, int8 = key
+    side, depth = tile.rows, tile.depth
+    rows, columns = cdiv(m, side), cdiv(n, side)
+    tiles = symmetric_tiles(m, tile) if is_symmetric else rows * columns
+    total, is_int8 = batch * tiles, int8 is not None
+    flags = (is_symmetric, same, c is not None, q is not None, scale is not None)
+    blocks = [(side, depth), (side, depth) if is_symmetric or is_int8 else (depth, side), *(3 * [(side, side)])]
+    launch = BlockLaunch(
+        product_kernel,
+        min(total, num_multiprocessors(device.index)),
+        blocks,
+        (*flags, PANEL, depth, tile.num_stages, is_int8),
+        describe=descriptor,
+        num_warps=4,
+    )
+    return launch, (total, tiles, rows, columns, k, m, n)
 
 
 def multiply(
@@ -378,6 +412,9 @@ class TritonProducts:
         if self._tiles == "auto":
             return None
         return tile_of_one(a, b, symmetric=symmetric, shifted=shifted, exact=exact)
+
+    def first_step(self, xs: Sequence[Tensor], triple: Triple, /) -> list[Tensor] | None:
+        return None
 
     def gram(self, xs: Sequence[Tensor], /, *, exact: bool = False) -> Tensor:
         m = xs[0].shape[-2]

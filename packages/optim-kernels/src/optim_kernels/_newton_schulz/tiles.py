@@ -107,6 +107,8 @@ LONE_WIDE = (Tile(128, 256, 64, 12, 3, lone=True), Cost(10.6, 2.6, 0.6))
 LONE_SMALL = (Tile(64, 64, 128, 8, 6, lone=True), Cost(2.85, 0.1, 0.8))
 LONE_SMALL_WIDE = (Tile(64, 128, 128, 8, 4, lone=True), Cost(3.4, 0.8, 1.2))
 PING_PONG = Tile(128, 128, 64, 12, 5, ping_pong=True)
+# The same bytes of operands in int8.
+PING_PONG_INT8 = PING_PONG._replace(depth=128)
 # Tiles per multiprocessor from which ping-pong wins: with fewer, the first one's start and the last one's end weigh too
 # much.
 PING_PONG_ROUNDS = 3.5

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from optim_kernels._newton_schulz.config import Tiles
+from optim_kernels._newton_schulz.config import NSConfig, Tiles
+from optim_kernels._newton_schulz.int8_start import starts_in_int8
 from optim_kernels._newton_schulz.tile_choice import choose_tile
 from optim_kernels._newton_schulz.tiles import PING_PONG, Tile, general_tile, symmetric_tile
 from optim_kernels.functional._muon_tables import Batch, ChainedBatches, Family
 
 
-def tile_words(families: Sequence[Family], chains: Sequence[ChainedBatches], tiles: Tiles) -> list[str]:
+def tile_words(families: Sequence[Family], chains: Sequence[ChainedBatches], ns: NSConfig, tiles: Tiles) -> list[str]:
     """For each matrix of a plan, in order, how its products are cut into tiles."""
-    words = [(batch, _tiles_of(family, batch, tiles)) for family in families for batch in family]
+    words = [(batch, _tiles_of(family, batch, ns, tiles)) for family in families for batch in family]
     words += [(batch, f"{_words(PING_PONG)}, all in one launch") for chain in chains for batch in chain.batches]
     words.sort(key=lambda entry: entry[0].first)
     return [word for batch, word in words for _ in range(batch.shape[0])]
 
 
-def _tiles_of(family: Family, batch: Batch, tiles: Tiles) -> str:
+def _tiles_of(family: Family, batch: Batch, ns: NSConfig, tiles: Tiles) -> str:
     """The tiles of X Xᵀ, of m×m products and of those with X, for the matrices of a batch."""
     count, (_, m, n) = batch.chosen_for, batch.shape
     # m×m products take all matrices of a family at once
@@ -29,7 +30,8 @@ def _tiles_of(family: Family, batch: Batch, tiles: Tiles) -> str:
         choose_tile(*kind, lambda sms, hopper: symmetric_tile(m, m, members, sms, False, hopper)),
         choose_tile(*kind, lambda sms, hopper: general_tile(m, n, m, count, sms, hopper)),
     )
-    return " / ".join(map(_words, taken))
+    start = ", first step in int8" if starts_in_int8(m, n, ns, batch.x.device) else ""
+    return " / ".join(map(_words, taken)) + start
 
 
 def _words(tile: Tile) -> str:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from optim_kernels._newton_schulz.coefficients import Triple
 from optim_kernels._newton_schulz.config import NSConfig, Tiles
 from optim_kernels._newton_schulz.copy_engine import empty_matrices
+from optim_kernels._newton_schulz.int8_start import first_step, starts_in_int8
 from optim_kernels._newton_schulz.product_launches import TritonProducts, general_product, symmetric_product
 from optim_kernels.functional._muon_tables import Batch, Family, MuonTables, num_rectangular
 
@@ -52,6 +54,19 @@ class StepProducts(TritonProducts):
         self._grams = 0
         self._rectangular = {batch.first: 0 for batch in self._family}
         self.last: list[LastProduct] = []
+
+    def first_step(self, xs: Sequence[Tensor], triple: Triple, /) -> list[Tensor] | None:
+        # a family has one m and one method, so its matrices all do or all do not, but for rows of 2^17 numbers
+        m, device = xs[0].shape[-2], xs[0].device
+        if not all(starts_in_int8(m, x.shape[-1], self._ns, device) for x in xs):
+            return None
+        self._grams += 1
+        factors = empty_matrices(1, m, m, like=xs[0]), empty_matrices(1, m, m, like=xs[0])
+        for x, batch in zip(xs, self._family, strict=True):
+            self._rectangular[batch.first] += 1
+            scales = self._tables.scales[batch.numbers], self._tables.squared_scales[batch.numbers]
+            first_step(x, triple, factors, batch.other, scales)
+        return [batch.other for batch in self._family]
 
     def gram(self, xs: Sequence[Tensor], /, *, exact: bool = False) -> Tensor:
         self._grams += 1

@@ -114,7 +114,11 @@ def nbytes_of_factors(m: int, n: int, ns: NSConfig, dtype: torch.dtype) -> int:
         # A, and two products with the factors in fp32
         squares = max(squares, 1 + 2 * torch.float32.itemsize // dtype.itemsize)
     row = cdiv(m * dtype.itemsize, ROW_ALIGNMENT) * ROW_ALIGNMENT
-    return squares * m * row
+    if not ns.may_start_in_int8(m, n):
+        return squares * m * row
+    # A and S, and of X its transpose, in 16 bits and in int8
+    sides = (cdiv(side, ROW_ALIGNMENT) * ROW_ALIGNMENT for side in (m, n))
+    return max(squares * m * row, 2 * m * row + (dtype.itemsize + 1) * prod(sides))
 
 
 class _Carved:

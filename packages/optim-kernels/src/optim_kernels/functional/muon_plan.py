@@ -119,7 +119,7 @@ class MuonPlan:
             memory=torch.zeros if workspace is None else workspace.memory(self._device),
         )
         self._workspace = workspace
-        self._tile_words = tile_words(families, chains, tiles)
+        self._tile_words = tile_words(families, chains, ns, tiles)
         self._tables = MuonTables(tensors, self._matrices, families, chains, ns)
         self._inputs = StepInputs(len(self._matrices), num_groups, self._device)
         self._launches = StepLaunches(self._tables, families, chains, self._inputs, options)
