@@ -11,8 +11,8 @@ a large σ, ‖X‖ = 1, and E for what rounding adds (at random, and each numbe
     X₈X₈ᵀ   uᵀEv is about r/2 with r² = Σ_i u_i² max_k x_ik² / 126² ≤ 1/126². EEᵀ would be as much as n r²/4, a quarter
             at n = 16,000, but for its diagonal, where alone it does not cancel, and which is replaced
     A₈A₈ᵀ   likewise
-    S₈X     E has a unit for each row of S, of max_j |s_ij| / 126. Across X it adds Ev', with v' = Xv/σ, of norm
-            ‖S‖ / 252 at most; along u less
+    S₈X     E has a unit for each row of S, max_j |s_ij| / 126, so EXv = σEu has a norm of σ‖S‖ / 252 at most, and
+            points nowhere
     SX₈'    E has a unit c_k for each column of X: Σ_k c_k² ≤ Σ_ik x_ik² / 126² = 1/126², so uᵀE has a norm of 1/252
             at most. Units for the rows of X would have to be factors of S, where numbers that are small beside the
             largest of their row, yet many, would be lost in its unit
