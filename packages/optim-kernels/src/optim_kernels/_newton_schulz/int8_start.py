@@ -17,13 +17,13 @@ a large σ, ‖X‖ = 1, and E for what rounding adds (at random, and each numbe
             at most. Units for the rows of X would have to be factors of S, where numbers that are small beside the
             largest of their row, yet many, would be lost in its unit
 
-None of it grows with m or n: each is a hundredth at most of what p(σ) is. Whatever was tried, the largest σ after this
-step was 1.21. Errors of the result are those of fp16, for SX is little beside aX, which keeps its 16 bits, and what
-rounding leaves in one factor of a product stays within the rows or columns of X because of the other one, so that later
-steps do not enlarge it as they enlarge what lies beside them. They are larger where few numbers decide about a large σ:
-up to .05 with few rows that are not zero or differ. What rounding S and rounding X add together lies beside X; where a
-row outweighs thousands that are its multiples that is .2 of the result, as much as fp16 leaves of any matrix of rank
-one (.15; bf16 1.1).
+None of these grows with m or n: each is a hundredth at most of what p(σ) is. Whatever was tried, the largest σ after
+this step was 1.21. Errors of the result are those of fp16, for SX is little beside aX, which keeps its 16 bits, and
+what rounding leaves in one factor of a product stays within the rows or columns of X because of the other one, so that
+later steps do not enlarge it as they enlarge what lies beside them. They are larger where few numbers decide about a
+large σ: up to .05 with few rows that are not zero or differ. What rounding S and rounding X add together lies beside X;
+where a row outweighs thousands that are its multiples that is .2 of the result with 2,000 rows, and grows about as √m
+(fp16 leaves .15 of a random matrix of rank one, bf16 1.1).
 
 Products of int8 are summed exactly. e4m3 multiplies as fast, but the tensor cores keep 14 bits of its sums, and its
 rounding is off by up to 6 % of each number, which equal numbers share.
