@@ -335,6 +335,16 @@ def test_infinity_is_no_limit() -> None:
     assert len(optimizer.plans()) == 1
 
 
+def test_a_first_step_in_int8_is_counted_beside_the_others() -> None:
+    """A pool keeps its A and S, and X in 8 and transposed in 16 bits, apart from the factors of several matrices."""
+    m, n = 3584, 4096
+    in_int8, in_fp16 = (
+        nbytes_of_factors(m, n, NSConfig(dtype=dtype), torch.float16) for dtype in (None, torch.float16)
+    )
+    assert in_fp16 == 3 * 2 * m * m
+    assert in_int8 == in_fp16 + 2 * 2 * m * m + (2 + 1) * m * n
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(768, 768), (768, 3072), (1000, 1000), (3584, 3584)], ids=str)
 @pytest.mark.parametrize("variant", ["keller", "nanochat-2026-07"])
@@ -344,7 +354,7 @@ def test_a_step_takes_no_more(shape: tuple[int, int], variant: str) -> None:
     torch.cuda.empty_cache()
     params = random_parameters(*[shape] * 48, dtype=torch.bfloat16, scale=0.1)
     give_gradients(*params, seed=0)
-    # one of the largest takes 135
+    # one of the largest is counted as 208
     limit = 128 if max(shape) < 3584 else 256
     optimizer = TritonMuonAdamW([{"params": params, "kind": "muon", "variant": variant}], ns_workspace_mb=limit)
     for _ in range(4):

@@ -116,9 +116,10 @@ def nbytes_of_factors(m: int, n: int, ns: NSConfig, dtype: torch.dtype) -> int:
     row = cdiv(m * dtype.itemsize, ROW_ALIGNMENT) * ROW_ALIGNMENT
     if not ns.may_start_in_int8(m, n):
         return squares * m * row
-    # A and S, and of X its transpose, in 16 bits and in int8
+    # For the first step also A and S, and of X its transpose, in 16 bits and in int8. They are added, for a pool keeps
+    # them as blocks of a single matrix, which factors of several do not fit into.
     sides = (cdiv(side, ROW_ALIGNMENT) * ROW_ALIGNMENT for side in (m, n))
-    return max(squares * m * row, 2 * m * row + (dtype.itemsize + 1) * prod(sides))
+    return (squares + 2) * m * row + (dtype.itemsize + 1) * prod(sides)
 
 
 class _Carved:
