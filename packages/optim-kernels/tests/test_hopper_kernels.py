@@ -28,8 +28,9 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from optim_kernels._hopper.ping_pong_kernels import product_kernel
+from optim_kernels._hopper.int8_kernel import GRAM, POLYNOMIAL, STEP, int8_product_kernel
 from optim_kernels._hopper.lone_kernel import lone_kernel
+from optim_kernels._hopper.ping_pong_kernels import product_kernel
 from optim_kernels._hopper.update_kernel import update_product_kernel
 from optim_kernels._hopper.wide_kernel import wide_product_kernel
 
@@ -41,9 +42,9 @@ def block(rows, columns, dtype=gl.float16):
 def compiled(kind):
     symmetric, update, wide, lone = "symmetric" in kind, kind == "update", "wide" in kind, "lone" in kind
     types = dict.fromkeys(("c_desc", "d_desc", "q_desc"), block(128, 128))
-    types |= {"a_desc": block(128, 64)} | dict.fromkeys(("scale", "a_units", "b_units", "diagonal"), "*fp32")
+    types |= {"a_desc": block(128, 64), "scale": "*fp32"}
     types |= {"b_desc": block(128, 64) if symmetric else block(64, 128)}
-    types |= dict.fromkeys(("total", "tiles", "T", "columns", "K", "num_rows", "num_columns"), "i32")
+    types |= dict.fromkeys(("total", "tiles", "T", "columns", "K"), "i32")
     types |= dict.fromkeys(("alpha", "beta", "omega"), "fp32")
     types |= {"s_desc": block(128, 64), "x_desc": block(64, 128), "table": "*i64", "first_matrix": "i32"}
     types |= dict.fromkeys(("hyper", "control", "lr_scales"), "*fp32")
@@ -53,9 +54,12 @@ def compiled(kind):
         types |= {"b_desc": block(256, 64) if symmetric else block(64, 256), "mirror_desc": block(256, 64)}
         types |= dict.fromkeys(("c_desc", "d_desc"), block(64, 256))
     kernel = update_product_kernel if update else wide_product_kernel if wide else product_kernel
-    kernel = lone_kernel if lone else kernel
+    kernel = lone_kernel if lone else int8_product_kernel if "int8" in kind else kernel
     if "int8" in kind:
         types |= dict.fromkeys(("a_desc", "b_desc"), block(128, 128, gl.int8))
+        types |= {"rounded_desc": block(128, 64, gl.int8), "mirror_desc": block(64, 128, gl.int8)}
+        types |= dict.fromkeys(("left_units", "right_units", "diagonal", "roots", "left_largest", "largest"), "*fp32")
+        types |= {"partials": "*fp32", "num_rows": "i32", "num_columns": "i32"}
     constants = dict(HAS_C=True, HAS_SCALE=True, GROUP=8, DEPTH=64, STAGES=5)
     if update:
         constants |= dict(P_DTYPE=tl.bfloat16, MASTER_KIND=2, CAUTIOUS=True)
@@ -65,10 +69,13 @@ def compiled(kind):
         constants |= dict(STAGES=4, TALL=1 if "small" in kind else 2, EARLY=symmetric)
     elif wide:
         constants |= dict(SYMMETRIC=symmetric, STAGES=3)
+    elif "int8" in kind:
+        del constants["HAS_C"]
+        kinds = {"int8 A": GRAM, "int8 S": POLYNOMIAL, "int8 X": STEP}
+        is_last = kind == "int8 X"
+        constants |= dict(KIND=kinds[kind].value, HAS_SCALE=is_last, DEPTH=128, STAGES=4 + is_last)
     else:
-        constants |= dict(SYMMETRIC=symmetric, SAME=False, HAS_Q=symmetric, INT8=False)
-    if "int8" in kind:
-        constants |= dict(SAME=True, HAS_Q=False, DEPTH=128, INT8=True)
+        constants |= dict(SYMMETRIC=symmetric, SAME=False, HAS_Q=symmetric)
     names = [parameter.name for parameter in kernel.params]
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
@@ -91,12 +98,13 @@ for kind in sys.argv[2:]:
         print(json.dumps(traceback.format_exc()))
 """
 # and how often each multiplies, in its text: consumers, halves of 64 rows or parts of the sum between which a wide tile
-# stores, steps of 32 bytes along a depth of 128; or the ways of a lone tile's consumers, tiles on the diagonal included
+# stores, steps of 16 along a depth of 64; or the ways of a lone tile's consumers, tiles on the diagonal included
 KINDS = {
     "symmetric": 2 * 2 * 4,
     "general": 2 * 2 * 4,
-    "symmetric int8": 2 * 2 * 4,
-    "general int8": 2 * 2 * 4,
+    "int8 A": 2 * 2 * 4,
+    "int8 S": 2 * 2 * 4,
+    "int8 X": 2 * 2 * 4,
     "update": 2 * 2 * 4,
     "symmetric wide": 2 * 3 * 4,
     "general wide": 2 * 2 * 4,

@@ -12,9 +12,17 @@ from torch import Tensor
 from optim_kernels import NSConfig, TritonMuon, newton_schulz, reference
 
 pytest.importorskip("triton")
-from optim_kernels._kernels import int8_rows
-from optim_kernels._kernels.int8_rows import Int8Rows, to_int8, transposed
+from optim_kernels._kernels.int8_rounding import (
+    A_SEED,
+    MOST_BOUNDED,
+    S_SEED,
+    Int8Matrix,
+    add_diagonal,
+    nbytes_of_int8,
+    to_int8,
+)
 from optim_kernels._newton_schulz.config import INT8_SIDE
+from optim_kernels._newton_schulz.copy_engine import empty_matrices
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
@@ -53,30 +61,80 @@ def test_what_starts_in_int8(options: dict[str, Any], shape: tuple[int, int], st
     assert not NSConfig(**options).of(torch.empty(1)).may_start_in_int8(*shape)
 
 
-def wide(x: Int8Rows) -> Tensor:
-    """The matrix that was rounded to this one."""
-    return x.units.double()[..., None] * x.numbers.double()
+def wide(x: Int8Matrix, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The matrices that x was rounded to by rows and by columns, on the CPU, in fp64."""
+    by_rows = x.by_rows[0].double() * x.row_units.double()[:, None]
+    by_columns = scale * (x.by_columns[0].double() * x.column_units.double()[:, None]).mT
+    return by_rows.cpu(), by_columns.cpu()
 
 
-@pytest.mark.parametrize("numbers", [8192, 128], ids=["whole rows", "parts of rows"])
-@pytest.mark.parametrize("shape", [(2, 40, 70), (1, 33, 300), (1, 1, 1), (3, 5, 129)], ids=str)
-def test_rounding(shape: tuple[int, ...], numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int8_rows, "NUMBERS", numbers)
-    int8_rows._launch.cache_clear()
-    batch, m, n = shape
-    x = torch.randn(batch, m, n + 8, generator=torch.Generator().manual_seed(0)).half()[..., :n].to(DEVICE)
+@pytest.mark.parametrize("scale", [None, 0.25])
+@pytest.mark.parametrize("shape", [(40, 70), (33, 300), (1, 1), (5, 129), (130, 2200)], ids=str)
+def test_rounding(shape: tuple[int, int], scale: float | None) -> None:
+    m, n = shape
+    x = torch.randn(1, m, n + 8, generator=torch.Generator().manual_seed(0)).half()[..., :n]
     x[:, 1:2] = 0
-    rounded, other = to_int8(x, 0), to_int8(x, 1)
-    int8_rows._launch.cache_clear()
-    torch.testing.assert_close(rounded.units, x.float().abs().amax(-1) / 126)
-    torch.testing.assert_close(rounded.squares, x.double().square().sum(-1).float())
-    assert rounded.numbers.int().abs().max() in (126, 127)
-    assert ((wide(rounded) - x.double()).abs() <= 1.00001 * rounded.units[..., None]).all()
-    assert not rounded.numbers[:, 1:2].any()
-    assert x.numel() == 1 or not torch.equal(rounded.numbers, other.numbers)
-    assert torch.equal(transposed(x), x.mT)
-    # a matrix is rounded alike wherever it lies
-    assert torch.equal(to_int8(x[-1:].clone(), 0).numbers[0], rounded.numbers[-1])
+    rounded = to_int8(x.to(DEVICE), None if scale is None else torch.tensor([scale], device=DEVICE))
+    factor = 1.0 if scale is None else scale
+    exact = factor * x[0].double()
+    torch.testing.assert_close(rounded.row_units.cpu().double(), exact.abs().amax(1) / 126, rtol=1e-6, atol=0)
+    torch.testing.assert_close(rounded.column_units.cpu().double(), exact.abs().amax(0) / 126 / factor)
+    torch.testing.assert_close(rounded.a_diagonal.cpu().double(), exact.square().sum(1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(rounded.a_roots, rounded.a_diagonal.sqrt())
+    assert rounded.a_largest.item() == rounded.a_diagonal.max().item()
+    by_rows, by_columns = wide(rounded, factor)
+    row_units, column_units = rounded.row_units.cpu()[:, None], factor * rounded.column_units.cpu()
+    # what has no digits behind the point, as a row's largest number, is exact
+    assert ((by_rows - exact).abs() < 1.0001 * row_units)[exact != 0].all()
+    assert ((by_columns - exact).abs() < 1.0001 * column_units)[exact != 0].all()
+    assert not rounded.by_rows[0, 1:2].any()
+    assert not rounded.by_columns[0, :, 1:2].any()
+    assert rounded.by_rows.int().abs().max() == 126
+    assert rounded.by_columns.int().abs().max() == 126
+    again = to_int8(x.to(DEVICE), None if scale is None else torch.tensor([scale], device=DEVICE))
+    assert torch.equal(again.by_rows, rounded.by_rows)
+    assert torch.equal(again.by_columns, rounded.by_columns)
+
+
+@pytest.mark.parametrize(("m", "n"), [(64, 256), (33, 1000)])
+def test_all_that_a_matrix_in_int8_takes_is_counted(m: int, n: int) -> None:
+    x = to_int8(torch.randn(1, m, n).half().to(DEVICE))
+    rooms = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in x}
+    assert 0.9 * nbytes_of_int8(m, n) <= sum(rooms.values()) <= nbytes_of_int8(m, n)
+
+
+def bits(m: int, n: int, seed: int) -> Tensor:
+    """`random_bits` of a matrix."""
+    rows, columns = torch.arange(m) * 0x9E3779B1, torch.arange(n) * 0x85EBCA77 + seed * 0x27D4EB2F
+    mixed = (rows[:, None] ^ columns) & 0xFFFFFFFF
+    return ((mixed ^ mixed >> 15) * 0x2C1B3C6D) & 0xFFFFFFFF
+
+
+def rounded_by(x: Tensor, units: Tensor, seed: int) -> Tensor:
+    """x rounded by units of its rows, as the products round A and S."""
+    inverse = torch.where(units > 0, 1 / torch.where(units > 0, units, 1.0), 0.0)
+    fixed = (256 * x * inverse[:, None]).round() + (bits(len(x), x.shape[1], seed) >> 24)
+    numbers = (fixed / 256).floor()
+    assert numbers.abs().max() <= 127
+    return numbers * units[:, None]
+
+
+def units_of(x: Int8Matrix) -> tuple[Tensor, Tensor]:
+    """Those of the rows of A and of S."""
+    both = ((x.a_roots, x.a_largest), (x.s_roots, x.s_largest))
+    units = [roots.cpu().double() * largest.cpu().double().sqrt() / MOST_BOUNDED.value for roots, largest in both]
+    return units[0], units[1]
+
+
+def test_bits_are_those_of_the_kernels() -> None:
+    x = torch.rand(1, 70, 200, generator=torch.Generator().manual_seed(0)).half()
+    x[..., 0] = 1
+    x[:, 0] = 1
+    rounded = to_int8(x.to(DEVICE))
+    fixed = (256 * 126 * x[0].double()).round()
+    for result, byte in ((rounded.by_rows[0], 3), (rounded.by_columns[0].mT, 2)):
+        expected = (fixed + (bits(70, 200, 0) >> 8 * byte & 255)).div(256).floor()
+        assert (result.cpu() != expected).double().mean() <= 1e-3  # a product rounded otherwise
 
 
 @pytest.mark.parametrize("fraction", [0.02, 0.3, 0.5], ids=str)
@@ -85,18 +143,21 @@ def test_rounding_points_nowhere(fraction: float) -> None:
     m, n = 256, 512
     x = torch.full((1, m, n), fraction / 126).half()
     x[..., 0] = 1  # so a unit is 1/126
-    exact = 126 * x[0, 0, 1].double()
+    x[:, 0] = 1
+    # to 1/256 of a unit
+    exact = (256 * 126 * x[0, 1, 1].double()).round() / 256
     deviation = (exact * (1 - exact)) ** 0.5
-    by_seed = []
-    for seed in range(4):
-        errors = (126 * (wide(to_int8(x.to(DEVICE), seed)).cpu() - x.double()))[0, :, 1:]
+    ways = []
+    kinds = [*wide(to_int8(x.to(DEVICE))), *(rounded_by(x[0].double(), torch.ones(m) / 126, s) for s in (1, 2))]
+    for rounded in kinds:
+        errors = (126 * rounded - exact)[1:, 1:]
         assert errors.mean().abs() <= 5 * deviation / (m * n) ** 0.5
         assert errors.mean(0).abs().max() <= 5.5 * deviation / m**0.5
         assert errors.mean(1).abs().max() <= 5.5 * deviation / n**0.5
         # of random numbers: 1 ± .03
         assert torch.linalg.matrix_norm(errors, 2) <= 1.1 * (m**0.5 + n**0.5) * deviation
-        by_seed.append(errors.flatten() / deviation)
-    correlations = torch.stack(by_seed) @ torch.stack(by_seed).mT / (m * n)
+        ways.append(errors.flatten() / deviation)
+    correlations = torch.stack(ways) @ torch.stack(ways).mT / (m * n)
     assert (correlations - torch.eye(4)).abs().max() <= 5.5 / (m * n) ** 0.5 + 0.02
 
 
@@ -104,22 +165,26 @@ def in_fp16(x: Tensor) -> Tensor:
     return x.half().double()
 
 
-def squared(x: Tensor, seed: int) -> Tensor:
-    """x xᵀ as the first step has it."""
-    rounded = to_int8(x.half()[None].to(DEVICE), seed)
-    product = (wide(rounded) @ wide(rounded).mT)[0]
-    product.diagonal().copy_(rounded.squares[0])
-    return product.cpu()
-
-
 def started_in_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """The first step in int8, with exact sums, and the result of five; all that is kept is rounded to fp16."""
     y = in_fp16(x / x.norm())
     (a, b, c), *later = KELLER
-    gram = in_fp16(squared(y, 0))
-    factor = in_fp16(b * gram + c * squared(gram, 1))
-    left, right = (to_int8(z.half()[None].to(DEVICE), seed) for z, seed in ((factor, 2), (y.mT.contiguous(), 3)))
-    first = y = in_fp16(a * y + (wide(left) @ wide(right).mT)[0].cpu())
+    start = to_int8(y.half()[None].to(DEVICE))
+    by_rows, by_columns = wide(start)
+    gram = by_rows @ by_rows.mT
+    gram.diagonal().copy_(start.a_diagonal.cpu())
+    gram = in_fp16(gram)
+    parts = torch.stack([part.square().sum(1) for part in gram.split(128, 1)])
+    start.partials[: parts.numel()] = parts.flatten().float().to(DEVICE)
+    add_diagonal(start, b, c)
+    diagonal = start.s_diagonal.cpu().double()
+    torch.testing.assert_close(diagonal, b * start.a_diagonal.cpu().double() + c * gram.square().sum(1))
+    units, s_units = units_of(start)
+    rounded = rounded_by(gram, units, A_SEED.value)
+    factor = b * gram + c * rounded @ rounded.mT
+    factor.diagonal().copy_(diagonal)
+    rounded = rounded_by(in_fp16(factor), s_units, S_SEED.value)
+    first = y = in_fp16(a * y + rounded @ by_columns)
     for a, b, c in later:
         gram = in_fp16(y @ y.mT)
         y = in_fp16(a * y + in_fp16(b * gram + c * gram @ gram) @ y)
@@ -191,37 +256,55 @@ def test_long_rows_do_not_grow_either(count: int) -> None:
         assert relative_error(result, reference.newton_schulz(x, KELLER)) <= FEW_ROWS_LIMIT
 
 
-def random_int8(*shape: int) -> Int8Rows:
-    numbers = torch.randint(-127, 128, shape, dtype=torch.int8, device="cuda")
-    units, squares = torch.rand(2, *shape[:-1], device="cuda") / 127
-    return Int8Rows(numbers, units, squares)
-
-
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize(("batch", "m", "n", "k"), [(1, 256, 512, 1024), (3, 200, 336, 144), (2, 48, 1040, 4112)])
-def test_products(batch: int, m: int, n: int, k: int) -> None:
-    from optim_kernels._newton_schulz.int8_start import _symmetric
-    from optim_kernels._newton_schulz.product_launches import ping_pong
-    from optim_kernels._newton_schulz.tiles import PING_PONG_INT8
+@pytest.mark.parametrize("scale", [None, 0.0625])
+@pytest.mark.parametrize(("m", "n"), [(256, 1024), (200, 336), (1000, 1112), (144, 4112)])
+def test_products(m: int, n: int, scale: float | None) -> None:
+    """Each from what the one before has written."""
+    from optim_kernels._newton_schulz.int8_start import _gram, _polynomial, _step
 
-    a, b, scale = random_int8(batch, m, k), random_int8(batch, n, k), torch.linspace(0.5, 2.0, batch, device="cuda")
-    c = torch.randn(batch, m, n, device="cuda").half()
-    out = torch.empty_like(c)
-    numbers = (0.02, 3.0, 0.0)
-    of_int8 = a.units, b.units, a.squares
-    ping_pong(a.numbers, b.numbers, c, out, None, scale, PING_PONG_INT8, numbers, is_symmetric=False, int8=of_int8)
-    expected = 0.02 * wide(a) @ wide(b).mT + 3.0 * c.double()
-    torch.testing.assert_close(out.double(), scale.double()[:, None, None] * expected, rtol=1e-3, atol=1e-3)
-    c = torch.randn(batch, m, m, device="cuda")
-    c = (c + c.mT).half()
-    out = torch.empty_like(c)
-    _symmetric(a, out, alpha=0.5, c=c, beta=2.0, scale=scale)
-    product = wide(a) @ wide(a).mT
-    product.diagonal(dim1=1, dim2=2).copy_(a.squares)
-    expected = scale.double()[:, None, None] * (0.5 * product + 2.0 * c.double())
-    torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=1e-3)
-    assert torch.equal(out, out.mT)
+    factor = scale or 1.0
+    generator = torch.Generator().manual_seed(m)
+    x = torch.randn(1, m, n, generator=generator) * torch.rand(m, 1, generator=generator)
+    x = (x / x.norm() / factor).half().cuda()
+    sigma = None if scale is None else torch.tensor([scale]).cuda()
+    (a, b, c), *_ = KELLER
+    start = to_int8(x, sigma)
+    by_rows, by_columns = wide(start, factor)
+    diagonal = start.a_diagonal.cpu().double()
+
+    room = empty_matrices(1, m, m, like=x).fill_(math.nan)
+    numbers = _gram(start, room)[0].cpu().double()
+    gram, written = by_rows @ by_rows.mT, room[0].cpu().double()
+    gram.diagonal().copy_(diagonal)
+    for i in range(0, m, 128):
+        torch.testing.assert_close(written[i:, i : i + 128], gram[i:, i : i + 128], rtol=1e-3, atol=1e-7)
+        gram[i:, i : i + 128] = written[i:, i : i + 128]
+        gram[i : i + 128, i + 128 :] = written[i + 128 :, i : i + 128].mT
+    units, _ = units_of(start)
+    rounded = numbers * units[:, None]
+    # a product rounded otherwise
+    assert (rounded - rounded_by(gram, units, A_SEED.value)).ne(0).double().mean() <= 2e-2
+    assert (rounded - gram).abs().le(1.01 * units[:, None]).all()
+
+    add_diagonal(start, b, c)
+    s_diagonal, (_, units) = start.s_diagonal.cpu().double(), units_of(start)
+    torch.testing.assert_close(s_diagonal, b * diagonal + c * gram.square().sum(1), rtol=1e-5, atol=1e-9)
+    most = s_diagonal.abs().max()
+    torch.testing.assert_close(units, (s_diagonal.abs() * most).sqrt() / MOST_BOUNDED.value, rtol=1e-5, atol=0)
+    numbers8 = _polynomial(start, room, _gram(start, room), b, c)
+    polynomial = b * gram + c * rounded @ rounded.mT
+    polynomial.diagonal().copy_(s_diagonal)
+    rounded = numbers8[0].cpu().double() * units[:, None]
+    # rounded to 16 bits before
+    assert (rounded - polynomial).abs().le(1.01 * units[:, None] + 1e-3 * polynomial.abs() + 1e-7).all()
+    assert (rounded - rounded_by(in_fp16(polynomial), units, S_SEED.value)).ne(0).double().mean() <= 2e-2
+
+    out = torch.empty_like(x)
+    _step(start, numbers8, x, a, out, sigma)
+    expected = a * factor * x[0].cpu().double() + rounded @ by_columns
+    torch.testing.assert_close(out[0].cpu().double(), expected, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.gpu

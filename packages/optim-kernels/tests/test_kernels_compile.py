@@ -173,17 +173,30 @@ NORMALIZE = {
 }
 
 
-def to_int8(*, is_whole: bool) -> Kind:
-    constants = {"LARGEST": 126.0, "ROUNDER": 1.5 * 2**23, "ROWS": 2 if is_whole else 1, "IS_WHOLE": is_whole}
-    constants["COLUMNS"] = 4096 if is_whole else 8192
-    types = {"x": "*fp16", "numbers": "*i8", "units": "*fp32", "squares": "*fp32"}
-    return kind("_kernels.int8_rows.int8_kernel", constants, types, num_warps=8)
+def rounding(*, has_scale: bool) -> Kind:
+    constants = {"HAS_SCALE": has_scale, "LARGEST": 126.0, "PARTS": 32, "SIDE": 64}
+    types = {"x": "*fp16", "limits": "*i32", "by_rows": "*i8", "by_columns": "*i8", "parts": "i32"}
+    types |= dict.fromkeys(("scale", "squares", "row_units", "column_units", "diagonal", "roots"), "*fp32")
+    return kind("_kernels.int8_rounding.rounding_kernel", constants, types)
 
 
+LIMITS = kind(
+    "_kernels.int8_rounding.limits_kernel",
+    {"ROWS": 32, "COLUMNS": 64},
+    {"x": "*fp16", "limits": "*i32", "squares": "*fp32"},
+    num_warps=1,
+)
+DIAGONAL = kind(
+    "_kernels.int8_rounding.diagonal_kernel",
+    {"PARTS": 32, "ADDED": 32},
+    dict.fromkeys(("partials", "a_diagonal", "diagonal", "roots"), "*fp32")
+    | {"largest": "*i32", "parts": "i32", "b": "fp32", "c": "fp32"},
+)
 INT8 = {
-    "rows in int8": to_int8(is_whole=True),
-    "long rows in int8": to_int8(is_whole=False),
-    "transposition": kind("_kernels.int8_rows.transpose_kernel", {"SIDE": 64}, {"x": "*fp16", "out": "*fp16"}),
+    "limits of rows and columns": LIMITS,
+    "rounding to int8": rounding(has_scale=False),
+    "rounding to int8, scaled": rounding(has_scale=True),
+    "a diagonal": DIAGONAL,
 }
 
 

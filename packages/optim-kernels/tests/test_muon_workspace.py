@@ -20,6 +20,7 @@ from optim_kernels import NSConfig, TritonMuon, TritonMuonAdamW
 from optim_kernels.muon_groups import MuonPlanner, ns_config_of
 
 pytest.importorskip("triton")
+from optim_kernels._newton_schulz.int8_start import nbytes_of_first_step
 from optim_kernels.functional._muon_workspace import nbytes_of_factors, nbytes_of_x
 from optim_kernels.functional.muon_plan import MuonPlan, MuonTensors, workspace_of
 from optim_kernels.reference.muon import MuonRule
@@ -336,13 +337,13 @@ def test_infinity_is_no_limit() -> None:
 
 
 def test_a_first_step_in_int8_is_counted_beside_the_others() -> None:
-    """A pool keeps its A and S, and X in 8 and transposed in 16 bits, apart from the factors of several matrices."""
+    """A pool keeps what it allocates apart from the factors of several matrices."""
     m, n = 3584, 4096
     in_int8, in_fp16 = (
         nbytes_of_factors(m, n, NSConfig(dtype=dtype), torch.float16) for dtype in (None, torch.float16)
     )
     assert in_fp16 == 3 * 2 * m * m
-    assert in_int8 == in_fp16 + 2 * 2 * m * m + (2 + 1) * m * n
+    assert in_int8 == in_fp16 + nbytes_of_first_step(m, n)
 
 
 @pytest.mark.gpu

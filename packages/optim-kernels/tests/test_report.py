@@ -38,7 +38,8 @@ def test_every_kernel_is_checked(capsys: pytest.CaptureFixture[str], monkeypatch
     assert all(result.startswith("ok, error ") for result in checks.values())
     # tiles that large products alone take
     of_large = {("optim_kernels._kernels.symmetric", name) for name in ("quartered_kernel", "joined_kernel")}
-    of_large |= {("optim_kernels._kernels.int8_rows", name) for name in ("int8_kernel", "transpose_kernel")}
+    names = ("limits_kernel", "rounding_kernel", "diagonal_kernel")
+    of_large |= {("optim_kernels._kernels.int8_rounding", name) for name in names}
     assert portable_kernels() - launched == of_large
 
 

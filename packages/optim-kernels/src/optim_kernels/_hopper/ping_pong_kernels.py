@@ -2,8 +2,6 @@
 
     D = s (α A Bᵀ + β C),  Q = D + ω I     SYMMETRIC: one triangle of tiles is computed, and mirrored
     D = s (α A B + β C)                    otherwise
-    D = s (α U A Bᵀ V + β C)               INT8: int8 A and B by rows with units U and V; where SYMMETRIC, U A Aᵀ U has
-                                           the diagonal that is given
 
 One program a multiprocessor walks over tiles p, p + P, p + 2P, … (P programs). Its warps have three roles:
 
@@ -48,7 +46,7 @@ from optim_kernels._kernels.product import rectangle_tile, triangle_tile
 
 
 @gluon.jit
-def _place(tile, tiles, T, columns, SYMMETRIC: gl.constexpr, GROUP: gl.constexpr):
+def place_of(tile, tiles, T, columns, SYMMETRIC: gl.constexpr, GROUP: gl.constexpr):
     """(batch, first row, first column) of a tile."""
     batch = tile // tiles
     if SYMMETRIC:
@@ -64,13 +62,11 @@ def produce(a_desc, b_desc, ring, schedule, flags: gl.constexpr):
     GROUP: gl.constexpr = flags[5]
     DEPTH: gl.constexpr = flags[6]
     STAGES: gl.constexpr = flags[7]
-    INT8: gl.constexpr = flags[8]
     total, tiles, T, columns, K = schedule
     step = 0
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        place = _place(tile, tiles, T, columns, SYMMETRIC, GROUP)
-        # the tensor cores read operands of 8 bits along K alone, so B is given as Bᵀ
-        step = fill(a_desc, b_desc, ring, step, place, K, SYMMETRIC or INT8, DEPTH, STAGES)
+        place = place_of(tile, tiles, T, columns, SYMMETRIC, GROUP)
+        step = fill(a_desc, b_desc, ring, step, place, K, SYMMETRIC, DEPTH, STAGES)
 
 
 @gluon.jit
@@ -84,11 +80,10 @@ def multiply(
     SYMMETRIC: gl.constexpr,
     DEPTH: gl.constexpr,
     STAGES: gl.constexpr,
-    INT8: gl.constexpr = False,
 ):
     """The sum of products of a consumer's tile, at its turn number ``turns``, from the ring's step ``step`` on."""
-    acc = begin(ME, turn, turns, INT8)
-    acc, step = add(acc, ring, step, 0, K, 0, False, not (SYMMETRIC or INT8), DEPTH, STAGES)
+    acc = begin(ME, turn, turns)
+    acc, step = add(acc, ring, step, 0, K, 0, False, not SYMMETRIC, DEPTH, STAGES)
     return end(ME, acc, ring[3], turn, step, STAGES)
 
 
@@ -112,11 +107,9 @@ def _consume(
     GROUP: gl.constexpr = flags[5]
     DEPTH: gl.constexpr = flags[6]
     STAGES: gl.constexpr = flags[7]
-    INT8: gl.constexpr = flags[8]
     c_desc, d_desc, q_desc = results
-    alpha, beta, omega, scale, int8 = numbers
-    a_units, b_units, diagonal, num_rows, num_columns = int8
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32 if INT8 else 16])
+    alpha, beta, omega, scale = numbers
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     dtype: gl.constexpr = d_desc.dtype
     total, tiles, T, columns, K = schedule
     buffer = buffers.index(ME)
@@ -127,25 +120,16 @@ def _consume(
     step = ME * steps
     turns = 0
     for tile in range(gl.program_id(0) + ME * gl.num_programs(0), total, 2 * gl.num_programs(0)):
-        batch, row, column = _place(tile, tiles, T, columns, SYMMETRIC, GROUP)
+        batch, row, column = place_of(tile, tiles, T, columns, SYMMETRIC, GROUP)
         # the copy engine has read the buffer's last content
         tma.store_wait(0)
         barrier()
         if HAS_C:
             mbarrier.expect(c_ready.index(ME), c_desc.block_type.nbytes)
             load(c_desc, [batch, row, column], c_ready.index(ME), buffer)
-        acc = multiply(ME, ring, turn, step, turns, K, SYMMETRIC, DEPTH, STAGES, INT8)
+        acc = multiply(ME, ring, turn, step, turns, K, SYMMETRIC, DEPTH, STAGES)
         # past its own steps, and those of the other consumer's next tile
         step += 2 * steps
-        if INT8:
-            exists = row + rows < num_rows
-            left = gl.load(a_units + batch * num_rows + row + rows, mask=exists, other=0.0)
-            right = b_units + batch * num_columns + column + cols
-            # the units' product does not depend on which of them is the row's
-            acc = acc.to(gl.float32) * (left * gl.load(right, mask=column + cols < num_columns, other=0.0))
-            if SYMMETRIC:
-                exact = gl.load(diagonal + batch * num_rows + row + rows, mask=exists, other=0.0)
-                acc = gl.where(row + rows == column + cols, exact, acc)
         acc = acc * alpha
         if HAS_C:
             mbarrier.wait(c_ready.index(ME), turns & 1)
@@ -206,16 +190,11 @@ def product_kernel(
     d_desc,
     q_desc,
     scale,
-    a_units,
-    b_units,
-    diagonal,
     total,
     tiles,
     T,
     columns,
     K,
-    num_rows,
-    num_columns,
     alpha,
     beta,
     omega,
@@ -227,13 +206,12 @@ def product_kernel(
     GROUP: gl.constexpr,
     DEPTH: gl.constexpr,
     STAGES: gl.constexpr,
-    INT8: gl.constexpr,
 ):
     ring, buffers, c_ready, turn = allocate(a_desc, b_desc, d_desc, STAGES)
     schedule = (total, tiles, T, columns, K)
     results = (c_desc, d_desc, q_desc)
-    numbers = (alpha, beta, omega, scale, (a_units, b_units, diagonal, num_rows, num_columns))
-    flags: gl.constexpr = (SYMMETRIC, SAME, HAS_C, HAS_Q, HAS_SCALE, GROUP, DEPTH, STAGES, INT8)
+    numbers = (alpha, beta, omega, scale)
+    flags: gl.constexpr = (SYMMETRIC, SAME, HAS_C, HAS_Q, HAS_SCALE, GROUP, DEPTH, STAGES)
     gl.warp_specialize(
         [
             (_consume, (0, results, ring, buffers, c_ready, turn, schedule, numbers, flags)),

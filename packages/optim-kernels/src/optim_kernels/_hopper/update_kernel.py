@@ -194,7 +194,6 @@ def update_product_kernel(
         GROUP,
         DEPTH,
         STAGES,
-        False,
     )
     update: gl.constexpr = (P_DTYPE, MASTER_KIND, CAUTIOUS)
     gl.warp_specialize(

@@ -149,10 +149,9 @@ class Plan:
         """
         first = 0
         if self._starts_in_int8:
-            gram, square, rectangle = self._jobs[:3]
-            factors = squares[gram.d][:1], squares[square.d][:1]
-            of_x = None if scales is None else (scales[0], scales[1])
-            first_step(xs[gram.a], self._config.triples[0], factors, xs[rectangle.d], of_x)
+            gram, _, rectangle = self._jobs[:3]
+            of_x = None if scales is None else scales[0]
+            first_step(xs[gram.a], self._config.triples[0], squares[gram.d][:1], xs[rectangle.d], of_x)
             first = 3
         for number, job in enumerate(self._jobs[first:], start=first):
             scale = None if scales is None or job.scale is Scale.NONE else scales[job.scale - 1]

@@ -87,13 +87,13 @@ def symmetric_product(
     same = a is b
     q, omega = (None, 0.0) if shifted is None else shifted
     factors = _factors(alpha, beta, out)
-    key = (same, *map(_layout, (a, b, c, out, q)), *map(_alignment, (scale, *factors)))
+    key = (same, *map(layout_of, (a, b, c, out, q)), *map(alignment_of, (scale, *factors)))
     tile, launch, counts = _symmetric_launch(key, a.dtype, tile, a.device, early, exact)
     if tile.on_hopper:
         _check_numbers(tile, factors)
     if launch is None:
         if tile.ping_pong:
-            ping_pong(a, b, c, out, q, scale, tile, (*factors, omega), is_symmetric=True)
+            _ping_pong(a, b, c, out, q, scale, tile, (*factors, omega), is_symmetric=True)
             return out
         if not same or q is not None:
             raise ValueError(f"{tile} is for x xᵀ alone, got two operands or a shift; leave the tile to the shape")
@@ -189,13 +189,13 @@ def general_product(
     if out.numel() == 0:
         return out
     factors = _factors(alpha, beta, out)
-    key = (*map(_layout, (a, b, c, out)), *map(_alignment, (scale, *factors)))
+    key = (*map(layout_of, (a, b, c, out)), *map(alignment_of, (scale, *factors)))
     tile, launch, counts = _general_launch(key, a.dtype, tile, a.device, exact)
     if tile.on_hopper:
         _check_numbers(tile, factors)
     if launch is None:
         if tile.ping_pong:
-            ping_pong(a, b, c, out, None, scale, tile, (*factors, 0.0), is_symmetric=False)
+            _ping_pong(a, b, c, out, None, scale, tile, (*factors, 0.0), is_symmetric=False)
             return out
         _wide_product(a, b, c, out, scale, factors)
         return out
@@ -255,12 +255,12 @@ def may_overlap(tile: Tile, programs: int, device: torch.device) -> bool:
     return programs <= num_sms and (tile.fills_multiprocessor or 3 * programs <= 2 * num_sms)
 
 
-def _layout(x: Tensor | None) -> tuple[Any, ...] | None:
+def layout_of(x: Tensor | None) -> tuple[Any, ...] | None:
     """What a descriptor says of a matrix beside its address."""
     return None if x is None else (x.shape, x.stride(), x.dtype)
 
 
-def _alignment(x: Tensor | float | None) -> int | None:
+def alignment_of(x: Tensor | float | None) -> int | None:
     """What the compiler may know of the address of a scalar that is passed by its address."""
     return x.data_ptr() % ALIGNMENT if isinstance(x, Tensor) else None
 
@@ -287,7 +287,7 @@ def _wide_product(
 
     ``numbers``: α and β.
     """
-    launch, counts = _wide_launch((*map(_layout, (a, b, c, d)), _alignment(scale)), a.device)
+    launch, counts = _wide_launch((*map(layout_of, (a, b, c, d)), alignment_of(scale)), a.device)
     matrices = (a, a if b is None else b, d if c is None else c, d, d)
     launch.launch(matrices, (d if scale is None else scale, *counts, *numbers))
 
@@ -318,7 +318,7 @@ def _wide_launch(key: tuple[Any, ...], device: torch.device) -> tuple[BlockLaunc
     return launch, (batch * tiles, tiles, *grid, k)
 
 
-def ping_pong(
+def _ping_pong(
     a: Tensor,
     b: Tensor,
     c: Tensor | None,
@@ -329,43 +329,37 @@ def ping_pong(
     numbers: tuple[float, float, float],
     *,
     is_symmetric: bool,
-    int8: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
-    """Either product on the ping-pong schedule; ``numbers``: α, β and ω.
-
-    ``int8``: it is of ``a [batch, M, K]`` and ``b [batch, N, K]`` in int8, with their rows' units ``[batch, M]`` and
-    ``[batch, N]``, and where symmetric with a diagonal ``[batch, M]`` of a bᵀ, all in fp32.
-    """
-    of_int8 = None if int8 is None else tuple(map(_alignment, int8))
-    key = (a is b, is_symmetric, *map(_layout, (a, b, c, d, q)), _alignment(scale), of_int8)
+    """Either product on the ping-pong schedule; ``numbers``: α, β and ω."""
+    key = (a is b, is_symmetric, *map(layout_of, (a, b, c, d, q)), alignment_of(scale))
     launch, counts = _ping_pong_launch(key, tile, a.device)
     matrices = (a, b, *(d if x is None else x for x in (c, d, q)))
-    launch.launch(matrices, (d if scale is None else scale, *(int8 or (d, d, d)), *counts, *numbers))
+    launch.launch(matrices, (d if scale is None else scale, *counts, *numbers))
 
 
 @lru_cache(maxsize=NUM_LAUNCHES)
 def _ping_pong_launch(key: tuple[Any, ...], tile: Tile, device: torch.device) -> tuple[BlockLaunch, tuple[int, ...]]:
-    """The launch, and the numbers of tiles, the length of the sums, and the rows and columns to pass to it."""
+    """The launch, and the numbers of tiles and the length of the sums to pass to it."""
     # Gluon
     from optim_kernels._hopper.ping_pong_kernels import product_kernel
     from optim_kernels._hopper.ring import descriptor
 
-    same, is_symmetric, ((_, _, k), *_), _, c, ((batch, m, n), *_), q, scale, int8 = key
+    same, is_symmetric, ((_, _, k), *_), _, c, ((batch, m, n), *_), q, scale = key
     side, depth = tile.rows, tile.depth
     rows, columns = cdiv(m, side), cdiv(n, side)
     tiles = symmetric_tiles(m, tile) if is_symmetric else rows * columns
-    total, is_int8 = batch * tiles, int8 is not None
+    total = batch * tiles
     flags = (is_symmetric, same, c is not None, q is not None, scale is not None)
-    blocks = [(side, depth), (side, depth) if is_symmetric or is_int8 else (depth, side), *(3 * [(side, side)])]
+    blocks = [(side, depth), (side, depth) if is_symmetric else (depth, side), *(3 * [(side, side)])]
     launch = BlockLaunch(
         product_kernel,
         min(total, num_multiprocessors(device.index)),
         blocks,
-        (*flags, PANEL, depth, tile.num_stages, is_int8),
+        (*flags, PANEL, depth, tile.num_stages),
         describe=descriptor,
         num_warps=4,
     )
-    return launch, (total, tiles, rows, columns, k, m, n)
+    return launch, (total, tiles, rows, columns, k)
 
 
 def multiply(

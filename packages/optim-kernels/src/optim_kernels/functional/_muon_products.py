@@ -61,11 +61,10 @@ class StepProducts(TritonProducts):
         if not all(starts_in_int8(m, x.shape[-1], self._ns, device) for x in xs):
             return None
         self._grams += 1
-        factors = empty_matrices(1, m, m, like=xs[0]), empty_matrices(1, m, m, like=xs[0])
+        room = empty_matrices(1, m, m, like=xs[0])
         for x, batch in zip(xs, self._family, strict=True):
             self._rectangular[batch.first] += 1
-            scales = self._tables.scales[batch.numbers], self._tables.squared_scales[batch.numbers]
-            first_step(x, triple, factors, batch.other, scales)
+            first_step(x, triple, room, batch.other, self._tables.scales[batch.numbers])
         return [batch.other for batch in self._family]
 
     def gram(self, xs: Sequence[Tensor], /, *, exact: bool = False) -> Tensor:
