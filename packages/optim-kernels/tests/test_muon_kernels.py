@@ -239,7 +239,9 @@ def test_tile_choice() -> None:
     assert general_tile(1024, 1024, 1024, 1, 132, True) == LONE_SMALL_WIDE[0]
     assert symmetric_tile(1280, 1280, 80, 132, False, True).ping_pong
     assert general_tile(1280, 1280, 1280, 80, 132, True) == PING_PONG
-    assert general_tile(4096, 4096, 4096, 1, 132, True) == PING_PONG
+    assert general_tile(3072, 3072, 3072, 1, 132, True) == PING_PONG
+    assert general_tile(2048, 8192, 2048, 1, 132, True) == WIDE
+    assert general_tile(4096, 4096, 4096, 1, 132, True) == WIDE
     assert general_tile(4096, 14336, 4096, 1, 132, True) == WIDE
     assert general_tile(1600, 6400, 1600, 96, 132, True) == WIDE
     assert symmetric_tile(8192, 8192, 1, 132, True, True) == WIDE

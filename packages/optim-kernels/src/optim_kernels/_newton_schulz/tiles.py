@@ -115,7 +115,7 @@ PING_PONG_ROUNDS = 3.5
 WIDE = Tile(128, 256, 64, 12, 3, cooperative=True)
 # The share that it takes of the time of two ping-pong tiles, where its ends, which nothing hides, weigh little: from
 # sums of this length and from this many tiles per multiprocessor on.
-WIDE_SHARE, WIDE_LENGTH, WIDE_ROUNDS = 0.96, 1536, 8
+WIDE_SHARE, WIDE_LENGTH, WIDE_ROUNDS = 0.96, 1536, 2.5
 
 
 def cdiv(a: int, b: int) -> int:
