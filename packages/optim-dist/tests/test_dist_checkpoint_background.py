@@ -429,6 +429,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("sys.exit(3)", 3), ("raise ValueError", 1)])
 def test_the_interpreter_waits_before_it_exits(tmp_path, end, code):
     """Also where a path is relative to a directory that the process has left."""

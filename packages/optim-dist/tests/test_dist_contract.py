@@ -39,6 +39,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "check"), contract(CASES), ids=str)
 def test_contract(case, check):
     run_check(case, check)

@@ -935,6 +935,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leaves", ["alone", "group", "open"])
 def test_a_rank_with_an_error_ends_before_the_others(tmp_path, leaves):
     """Its exit, too, waits for nobody, so that who has started the ranks may know."""

@@ -31,6 +31,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.installed
 @pytest.mark.parametrize(("case", "check"), contract(CASES), ids=str)
 def test_contract(case: OptimizerCase, check: str) -> None:
@@ -55,6 +56,7 @@ def make_params(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch
     return random_parameters((7, 5), (11,), (), (2, 3, 4), (300, 17), dtype=dtype, seed=seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["auto", "torch", "triton"])
 @pytest.mark.parametrize(
     "options",

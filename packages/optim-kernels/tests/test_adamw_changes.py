@@ -213,6 +213,7 @@ def test_what_the_user_changes_between_steps_counts(edit: Any, impl: Any) -> Non
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", [False, True], ids=["moved", "exchanged"])
 def test_states_in_codes_may_change_their_memory(exchange: bool) -> None:
     params = make_params(((64, 80), (5,)))

@@ -51,6 +51,7 @@ def moments(shape: tuple[int, ...], scale: float, generator: torch.Generator) ->
     return quantize(first, CUBIC8), quantize(second, QUINTIC8_UNSIGNED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
 @pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -151,6 +152,7 @@ def test_a_warp_holds_the_scales_of_a_chunk() -> None:
     assert all(each.extent is not None and each.extent % each.size == 0 for each in sizes[:-1])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
 @pytest.mark.parametrize("tiles", [1, 2])
 @pytest.mark.parametrize(("numel", "offset"), [(4096, 0), (4097, 0), (5000, 0), (6000, 1), (7168, 0)])

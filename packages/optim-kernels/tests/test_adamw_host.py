@@ -64,6 +64,7 @@ def test_a_gradient_of_another_layout_at_the_same_address_is_seen() -> None:
     torch.testing.assert_close(p.detach(), q, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("shapes", [[(40, 30)], [(40, 30), (7,)]], ids=["one", "two"])
 @pytest.mark.parametrize("back", [True, False], ids=["back", "on"])

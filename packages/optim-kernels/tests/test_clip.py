@@ -277,6 +277,7 @@ def test_gradients_that_are_not_dense_are_copied_for_as_long_as_they_are_read() 
         torch.testing.assert_close(total, expected.double().square(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("any_stream", [False, True])
 def test_lists_of_other_kinds_in_turn(any_stream: bool, norm_type: float) -> None:

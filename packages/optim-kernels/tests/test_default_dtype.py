@@ -53,6 +53,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter], Any], torch.optim.Optimizer]
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps(name: str, impl: str, with_default: Callable[[Callable[[], Any]], Any]) -> None:

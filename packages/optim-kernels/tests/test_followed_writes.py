@@ -83,6 +83,7 @@ def by_another_tensor(param: nn.Parameter, value: Tensor) -> None:
     param.data = value.clone()
 
 
+@pytest.mark.slow
 @MAKES
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("how", [write, by_load_state_dict, by_foreach, by_another_tensor])

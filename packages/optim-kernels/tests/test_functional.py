@@ -85,6 +85,7 @@ class Problem:
                     assert (found == expected).float().mean() > 0.98, key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize(
     ("dtypes", "options"),

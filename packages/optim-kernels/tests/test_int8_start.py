@@ -68,6 +68,7 @@ def wide(x: Int8Matrix, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     return by_rows.cpu(), by_columns.cpu()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [None, 0.25])
 @pytest.mark.parametrize("shape", [(40, 70), (33, 300), (1, 1), (5, 129), (130, 2200)], ids=str)
 def test_rounding(shape: tuple[int, int], scale: float | None) -> None:
@@ -191,6 +192,7 @@ def started_in_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     return first, y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(256, 256), (256, 1024)], ids=str)
 def test_errors_stay_within_those_of_fp16(shape: tuple[int, int]) -> None:
     for x, limit in zip(hard_matrices(*shape), ERRORS[torch.float16, "standard"]["keller"], strict=True):
@@ -237,6 +239,7 @@ def matrices_that_round_badly(m: int, n: int) -> list[Tensor]:
     return [*matrices, normal(m, n) / normal(m, n).abs().clamp_min(1e-5)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(256, 256), (256, 1024)], ids=str)
 def test_no_matrix_grows(shape: tuple[int, int]) -> None:
     """What is 5 % too large after the first step goes beyond all bounds."""
@@ -246,6 +249,7 @@ def test_no_matrix_grows(shape: tuple[int, int]) -> None:
         assert relative_error(result, reference.newton_schulz(x, KELLER)) <= FEW_ROWS_LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3])
 def test_long_rows_do_not_grow_either(count: int) -> None:
     """What rounding adds to the squares of a row grows with it, but is not part of the diagonal."""

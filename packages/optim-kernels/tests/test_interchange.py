@@ -99,6 +99,7 @@ def test_any_format_loads_into_any(source: str, target: str) -> None:
     assert all(new.state[p].keys() == fresh.state[like].keys() for p, (_, like) in zip(params, fresh._parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("make_optimizer", [TritonAdamW, TritonMuon])
 @pytest.mark.parametrize(("source", "target"), [("split16", "fp32"), ("fp32", "split16")])

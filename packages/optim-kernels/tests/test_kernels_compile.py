@@ -19,12 +19,11 @@ import optim_kernels
 from optim_kernels._newton_schulz.tiles import (
     FULL_PRECISION,
     GENERAL,
-    GENERAL_STAGES_ALONE,
+    GENERAL_ALONE,
     IN_FP64,
     JOINED,
     STAGES_ALONE,
     SYMMETRIC,
-    SYMMETRIC_WIDE,
     Tile,
 )
 
@@ -367,12 +366,12 @@ def last(tile: Tile, *, full: bool, squares: bool, param: str, master: int, dtyp
 
 PRODUCTS = {
     **{f"general, {tile.rows} × {tile.columns}": general(tile, full=True) for tile, _ in GENERAL},
-    "general, alone": general(GENERAL[-1][0]._replace(num_stages=GENERAL_STAGES_ALONE), full=False, dtype="bfloat16"),
+    "general, alone": general(GENERAL_ALONE[0], full=False, dtype="bfloat16"),
     "general, fp32": general(FULL_PRECISION, full=True, dtype="float32"),
     "general, fp32 in fp64": general(IN_FP64, full=True, dtype="float32"),
     **{
         f"symmetric, {tile.rows} × {tile.columns}{', quartered' if tile.quartered else ''}": symmetric(tile, full=True)
-        for tile in (*(tile for tile, _ in SYMMETRIC), SYMMETRIC_WIDE[0])
+        for tile, _ in SYMMETRIC
     },
     **{
         f"symmetric, {tile.rows} × {tile.columns}, alone": symmetric(

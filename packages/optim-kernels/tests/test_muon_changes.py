@@ -55,6 +55,7 @@ def assert_alike(one: TritonMuon, other: TritonMuon) -> None:
         torch.testing.assert_close(p, q, atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 @IMPLS
 @pytest.mark.parametrize(
     ("shape", "options"),
@@ -153,6 +154,7 @@ def test_a_learning_rate_that_is_no_number_by_now_leaves_other_groups_alone(lr: 
     assert torch.equal(optimizer.state[p]["momentum_buffer"], before)
 
 
+@pytest.mark.slow
 @IMPLS
 @pytest.mark.parametrize(
     ("name", "bad"), [("lr", None), ("lr", "0.1"), ("weight_decay", "0"), ("momentum", None), ("beta2", "0.9")]
@@ -379,6 +381,7 @@ def test_steps_are_counted_whatever_the_default_device_is(impl: str) -> None:
     assert optimizer.state[p]["step"].item() == 3
 
 
+@pytest.mark.slow
 @IMPLS
 @pytest.mark.parametrize("is_loaded", [False, True], ids=["exchanged", "loaded"])
 @pytest.mark.parametrize(
@@ -573,6 +576,7 @@ def test_empty_matrices_beside_others(impl: str) -> None:
     assert torch.equal(beside.param_groups[0]["params"][1], p)
 
 
+@pytest.mark.slow
 @IMPLS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{"beta2": 0.9}, {}], ids=["variance", "plain"])

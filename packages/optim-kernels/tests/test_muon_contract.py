@@ -38,6 +38,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "check"), contract(CASES), ids=str)
 def test_contract(case: OptimizerCase, check: str) -> None:
     run_check(case, check)

@@ -140,6 +140,7 @@ STORED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "master_dtype", "counted"), STORED, ids=str)
 @settings(max_examples=12, deadline=None)
 @given(

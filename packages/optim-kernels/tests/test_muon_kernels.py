@@ -162,6 +162,7 @@ def test_quarters_of_diagonal_tiles(m: int) -> None:
         assert same(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("m", [24, 32, 80, 128, 200], ids=str)
 def test_diagonal_tiles_in_pairs(m: int) -> None:
     """The same result as by single tiles (on a GPU the same bits), with an odd number of them too."""
@@ -216,7 +217,7 @@ def test_normalize(dtype: torch.dtype, layout: str, eps_mode: str) -> None:
 
 
 def test_tile_choice() -> None:
-    """Small matrices alone take small tiles, batches and large ones large tiles; the wide one only for A Aᵀ."""
+    """Small matrices alone take small tiles, batches and large ones large tiles; quarters where they save a round."""
     assert symmetric_tile(1024, 1024, 1, 132, True) == Tile(64, 64, 128, 4, 5, joined=True)
     assert symmetric_tile(1024, 1024, 1, 132, False) == Tile(64, 64, 128, 4, 3, quartered=True)
     assert symmetric_tile(512, 512, 4, 132, True) == Tile(64, 64, 128, 4, 5, joined=True)
@@ -231,20 +232,25 @@ def test_tile_choice() -> None:
     assert symmetric_tile(768, 768, 1, 132, False, True) == LONE_SMALL[0]
     assert symmetric_tile(768, 768, 12, 132, False, True) == Tile(128, 128, 64, 4, 3)
     assert symmetric_tile(1280, 1280, 80, 132, True)[:2] == (128, 128)
-    assert symmetric_tile(8192, 8192, 1, 132, True)[:2] == (128, 256)
-    assert symmetric_tile(8192, 8192, 1, 132, False)[:2] == (128, 128)
+    assert symmetric_tile(8192, 8192, 1, 132, True)[:2] == (128, 128)
+    assert not symmetric_tile(512, 2048, 32, 132, True).quartered
     assert general_tile(4096, 4096, 4096, 1, 132)[:2] == (128, 256)
     assert general_tile(2048, 2048, 2048, 1, 132, True) == LONE_WIDE[0]
     assert general_tile(1024, 1024, 1024, 1, 132) == Tile(64, 128, 64, 4, 6)
     assert general_tile(1024, 1024, 1024, 1, 132, True) == LONE_SMALL_WIDE[0]
     assert symmetric_tile(1280, 1280, 80, 132, False, True).ping_pong
-    assert general_tile(1280, 1280, 1280, 80, 132, True) == PING_PONG
+    assert general_tile(512, 512, 512, 24, 132, True) == PING_PONG
+    assert general_tile(2304, 2304, 2304, 1, 132, True) == PING_PONG
     assert general_tile(3072, 3072, 3072, 1, 132, True) == PING_PONG
+    assert general_tile(1280, 1280, 1280, 80, 132, True) == WIDE
+    assert general_tile(1792, 1792, 1792, 1, 132, True) == LONE_WIDE[0]
     assert general_tile(2048, 8192, 2048, 1, 132, True) == WIDE
     assert general_tile(4096, 4096, 4096, 1, 132, True) == WIDE
     assert general_tile(4096, 14336, 4096, 1, 132, True) == WIDE
     assert general_tile(1600, 6400, 1600, 96, 132, True) == WIDE
     assert symmetric_tile(8192, 8192, 1, 132, True, True) == WIDE
+    assert symmetric_tile(3456, 3456, 1, 132, True, True) == PING_PONG
+    assert symmetric_tile(640, 640, 24, 132, False, True) == PING_PONG
     # three rounds of wide tiles would take the time of six of square ones, of which there are four
     assert symmetric_tile(4096, 4096, 1, 132, True, True) == PING_PONG
     assert symmetric_tile(8192, 8192, 1, 132, False, True) == PING_PONG
@@ -414,6 +420,8 @@ def test_tiles_that_a_product_cannot_take_are_refused() -> None:
         mk.symmetric_product(x, x, tile=fours)
     with pytest.raises(ValueError, match="x xᵀ alone"):
         mk.symmetric_product(x, x.clone(), tile=fours)
+    with pytest.raises(ValueError, match="for sums of 576 and more, got 64"):
+        mk.symmetric_product(x, x, tile=WIDE)
 
 
 @pytest.mark.gpu

@@ -64,6 +64,7 @@ def test_a_sample_that_misses_everything_is_made_up_for(ns_dtype: torch.dtype) -
 SIGNALLING_NAN = {torch.float16: 0x7C01, torch.float32: 0x7F800001}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"beta2": 0.95}, {"row_equilibrate": True}], ids=str)
 def test_memory_that_nobody_wrote_is_not_computed_with(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -87,6 +88,7 @@ def test_memory_that_nobody_wrote_is_not_computed_with(
     assert all(p.isfinite().all() for p in ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masters", [None, "fp32", "split16"], ids=str)
 @pytest.mark.parametrize("cautious", [False, True], ids=["plain", "cautious"])
 def test_the_update_in_the_last_product(masters: str | None, cautious: bool) -> None:

@@ -148,6 +148,7 @@ def assert_same(found: Sequence[Tensor], wanted: Sequence[Tensor], what: Any) ->
         assert torch.equal(a, b), what
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")
 @pytest.mark.parametrize("variance", [False, True])
 def test_a_matrix_that_cannot_be_aligned_is_nobody_elses_matter(variance: bool) -> None:
@@ -200,6 +201,7 @@ def test_alone_in_a_batch_of_3_and_of_40(shape: tuple[int, ...], options: dict[s
                 assert_same(tensors, wanted, (place, len(mates)))
 
 
+@pytest.mark.slow
 def test_a_step_is_made_again_with_the_hyperparameters_of_then() -> None:
     shapes, options = [(8, 12), (8, 8), (12, 8)], {"impl": "triton", "ns_dtype": torch.float32}
     (group, entries), (twin_group, twins) = (entries_of(shapes, torch.float32, **options) for _ in range(2))

@@ -72,6 +72,7 @@ def assert_same(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
         assert torch.equal(p, q)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"beta2": 0.9, "row_equilibrate": True}, {"renormalize": True}, {"ns_method": "gram"}],
@@ -112,6 +113,7 @@ def test_all_plans_have_x_in_one_room() -> None:
     assert rooms_of(optimizer.plans()) == {room_of(optimizer).data_ptr()}
 
 
+@pytest.mark.slow
 def test_a_room_that_is_too_small_goes() -> None:
     """For plans of every planner, and before there is a larger one."""
     optimizer, params = trained(LARGEST)
@@ -231,6 +233,7 @@ def test_parts_are_alike() -> None:
     assert sum(len(set(part)) for part in parts) <= len(parts) + 1
 
 
+@pytest.mark.slow
 def test_what_others_have_left_there_is_not_computed_with() -> None:
     """Between two steps the room may hold anything."""
     (_, expected), (optimizer, params) = trained(None, steps=4), trained(LARGEST)
@@ -240,6 +243,7 @@ def test_what_others_have_left_there_is_not_computed_with() -> None:
     assert_same(params, expected)
 
 
+@pytest.mark.slow
 def test_groups_keep_their_hyperparameters() -> None:
     runs = []
     for limit in (None, LARGEST / MB):
@@ -253,6 +257,7 @@ def test_groups_keep_their_hyperparameters() -> None:
     assert_same(*runs)
 
 
+@pytest.mark.slow
 def test_missing_gradients_come_and_go() -> None:
     runs = []
     for limit in (None, LARGEST):
@@ -265,6 +270,7 @@ def test_missing_gradients_come_and_go() -> None:
     assert_same(*runs)
 
 
+@pytest.mark.slow
 def test_planners_may_share_one() -> None:
     """As those of several buckets do: the second is done when the first begins again."""
     optimizer, params = trained(LARGEST)

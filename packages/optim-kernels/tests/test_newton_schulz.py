@@ -57,6 +57,7 @@ def test_row_factors_bring_four_steps_near_one() -> None:
         assert values.max() < 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(ERRORS[torch.float16, "gram"]))
 @pytest.mark.parametrize(("dtype", "method"), list(ERRORS), ids=str)
 def test_error_limits_in_16_bits(dtype: torch.dtype, method: str, name: str) -> None:
@@ -74,6 +75,7 @@ def test_error_limits_in_16_bits(dtype: torch.dtype, method: str, name: str) -> 
             assert relative_error(result.cpu(), expected) <= 1.3 * limit, way
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ERRORS[torch.float16, "gram"] if name != "cans"])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 0.1), (torch.bfloat16, 0.3)], ids=str)
 @pytest.mark.parametrize("shape", [(256, 256), (256, 1024)], ids=str)

@@ -184,6 +184,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_whoever_has_the_state_may_change_it(way: Callable[[Any], tuple[Any, State]], kind: Make) -> None:

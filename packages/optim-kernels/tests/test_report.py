@@ -21,6 +21,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_interpreted(), reason="compiling every kernel takes minutes")
 def test_every_kernel_is_checked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.interpreter import GridExecutor

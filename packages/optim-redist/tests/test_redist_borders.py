@@ -65,6 +65,7 @@ def test_hierarchical_volumes_are_those_of_its_transfers() -> None:
     assert left_to_lists < 300
 
 
+@pytest.mark.slow
 def test_what_a_plan_brings_across_borders_is_what_its_transfers_do() -> None:
     compared = dict.fromkeys(("direct", "nearest", "relay", "hierarchical", "forward"), 0)
     for seed in range(300):

@@ -118,6 +118,7 @@ def _chain(seed: int, length: int) -> int:
     return done
 
 
+@pytest.mark.slow
 def test_chains() -> None:
     assert sum(_chain(seed, 8) for seed in range(40)) > 150
 

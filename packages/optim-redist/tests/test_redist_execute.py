@@ -301,6 +301,7 @@ def test_complex_numbers_of_16_bit_floats_are_summed_in_fp32_too() -> None:
         assert [part.to(torch.complex64).item() for part in found.values()] == [expected] * 4
 
 
+@pytest.mark.slow
 def test_replicas_of_several_contributions_are_combined_completely() -> None:
     # replicas share the sending, so contributions arrive cut at different places
     done = 0

@@ -280,6 +280,7 @@ def test_the_certificate_travels() -> None:
         assert (str(copied), vars(copied)) == (str(error), vars(error))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", [Topology(), Topology.nodes(2)], ids=["flat", "nodes"])
 @pytest.mark.parametrize("family", FAMILIES + "P")
 def test_what_one_rank_takes_part_in_is_its_part_of_the_phases(family: str, topology: Topology) -> None:

@@ -107,6 +107,7 @@ ROWS, COLUMNS, WHOLE = (Layout(Mesh(4), dims) for dims in ([0, None], [None, 0],
 REPLICAS = Layout(Mesh((2, 2, 2)), [None, None], {1: "sum", 2: "sum"}), Layout(Mesh((2, 2, 2)), [None, 2])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("spare", [None, 2**14, 2**12], ids=["free", "16 KiB", "4 KiB"])
 @pytest.mark.parametrize(
@@ -172,6 +173,7 @@ def test_many_rounds_of_reductions_are_planned_without_listing_them(dst: Layout)
     assert time.process_time() - began < 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(256, 256), (8, 8192)], ids=["square", "wide"])
 def test_thousands_of_rounds_are_proven_without_comparing_all_boxes(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
@@ -236,6 +238,7 @@ def test_rounds_together_are_the_phase() -> None:
                 assert count == sum(part.received().get(rank, 0) for part in parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", [Topology(), Topology.nodes(2)], ids=["flat", "nodes"])
 def test_what_an_exchange_moves_needs_no_list_of_transfers(topology: Topology) -> None:
     scalar = (), Layout(Mesh(3), [], {0: "sum"}), Layout(Mesh(3), [])

@@ -102,6 +102,7 @@ TABLE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "size", "by_bytes", "limit", "bound"), TABLE)
 def test_compute_of_64_ranks(model, size, by_bytes, limit, bound):
     sizes, costs = weights(model, size)
@@ -236,6 +237,7 @@ def test_a_cap_that_binds_takes_seconds_on_thousands_of_ranks(opposed):
     assert splits[0].gap < 0.61
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(st.data(), st.integers(1, 100))
 def test_ranks_in_order_find_what_a_look_at_each_rank_finds(data, num_ranks):

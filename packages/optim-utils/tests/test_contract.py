@@ -23,6 +23,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.installed
 @pytest.mark.parametrize(("case", "check"), contract(CASES), ids=str)
 def test_contract(case, check):

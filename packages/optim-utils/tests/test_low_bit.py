@@ -193,6 +193,7 @@ def test_one_sided_codes_keep_positive_numbers_positive_and_clamp_the_rest(fmt: 
         quantize(x, fmt, validate=True)
 
 
+@pytest.mark.slow
 @every_preset
 @given(x=blocks)
 @settings(max_examples=40, deadline=None)
@@ -412,6 +413,7 @@ def decoded_at_random(x: Tensor, fmt: LowBitFormat, *, repeats: int) -> Tensor:
     return dequantize(quantize(many, fmt.with_(block_size=len(x)), stochastic=True, seed=5)).double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", [INT8, UINT8_AFFINE, MOMENT8, OCTAL8, FP8_E4M3, NF4], ids=lambda f: f.code)
 def test_functional_forms_compile_fullgraph(fmt: LowBitFormat) -> None:
     torch._dynamo.reset()  # the formats share their frames, and recompilations are limited
@@ -493,6 +495,7 @@ def test_float8_tensors_need_another_dtype() -> None:
     assert quantize(x, INT8, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_formats_are_compiled_one_after_another() -> None:
     # ints that differ between calls would become symbols, of which no format can be made
     torch._dynamo.reset()
@@ -518,6 +521,7 @@ def test_a_format_made_in_compiled_code() -> None:
     assert torch.equal(found, compiled(x))
 
 
+@pytest.mark.slow
 def test_a_format_that_another_process_pickled_is_compiled() -> None:
     script = (
         "import pickle, sys, torch; from optim_utils.low_bit import quantize\n"

@@ -458,6 +458,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @law
 @given(st.dictionaries(st.text("abc", min_size=1, max_size=2), values, max_size=4))
 def test_loading_the_own_state_changes_nothing(attributes):

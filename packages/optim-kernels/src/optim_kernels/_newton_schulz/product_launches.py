@@ -31,6 +31,7 @@ from optim_kernels._newton_schulz.tile_choice import (
 )
 from optim_kernels._newton_schulz.tiles import (
     WIDE,
+    WIDE_LENGTH,
     Tile,
     cdiv,
     general_tile,
@@ -287,6 +288,10 @@ def _wide_product(
 
     ``numbers``: α and β.
     """
+    if a.shape[-1] < WIDE_LENGTH:
+        raise ValueError(
+            f"{WIDE} is for sums of {WIDE_LENGTH} and more, got {a.shape[-1]}; leave the tile to the shape"
+        )
     launch, counts = _wide_launch((*map(layout_of, (a, b, c, d)), alignment_of(scale)), a.device)
     matrices = (a, a if b is None else b, d if c is None else c, d, d)
     launch.launch(matrices, (d if scale is None else scale, *counts, *numbers))

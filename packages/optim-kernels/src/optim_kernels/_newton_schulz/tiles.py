@@ -8,10 +8,10 @@ predicted time
 
 with K the length of the sums. The constants were fitted to one H200 (fp16; `benchmarks/NOTES.md` has the measurements);
 they only rank tiles. A symmetric product may compute three quarters of each diagonal tile instead of the tile, or for A
-Aᵀ two such tiles in one program: that wins where it saves a round. On Hopper (Triton 3.6 or newer) products of many
-tiles run on the ping-pong schedule of `_hopper.ping_pong_kernels`, the largest in the tiles of `_hopper.wide_kernel`
-unless these waste more than they save, and products of one round in those of `_hopper.lone_kernel` unless smaller tiles
-divide them better; all others run in `_kernels.product` and `_kernels.symmetric`.
+Aᵀ two such tiles in one program: that wins where it saves a round. On Hopper (Triton 3.6 or newer) products of more
+than one round may run on the ping-pong schedule of `_hopper.ping_pong_kernels` or in the tiles of
+`_hopper.wide_kernel`, and products of one round in those of `_hopper.lone_kernel`; all others run in `_kernels.product`
+and `_kernels.symmetric`.
 """
 
 from __future__ import annotations
@@ -78,29 +78,27 @@ FULL_PRECISION = Tile(64, 64, 32, 4, 3)
 # The same on the fp64 tensor cores, 1.3 to 1.4 times as long: of seven tiles the fastest everywhere; 128 registers.
 IN_FP64 = Tile(64, 64, 16, 4, 3, in_fp64=True)
 
-SYMMETRIC: Sequence[tuple[Tile, Cost]] = tuple(
-    (tile._replace(quartered=quartered), cost)
-    for tile, cost in (
-        (Tile(128, 128, 64, 4, 3), Cost(5.6, 0.6, 1.4)),
-        (Tile(64, 64, 128, 4, 3), Cost(2.85, 0.1, 0.9)),
-    )
-    for quartered in (False, True)
+SYMMETRIC: Sequence[tuple[Tile, Cost]] = (
+    (Tile(128, 128, 64, 4, 3), Cost(5.8, 0.2, 1.8)),
+    (Tile(128, 128, 64, 4, 3, quartered=True), Cost(5.55, 0.1, 1.2)),
+    (Tile(64, 64, 128, 4, 3), Cost(2.85, 0.1, 0.9)),
+    (Tile(64, 64, 128, 4, 3, quartered=True), Cost(2.85, 0.1, 0.9)),
 )
+# A quarter reads half of what a tile reads. So beyond one round three take the time of so many tiles.
+THREE_QUARTERS = 1.75
 # Two tiles on the diagonal read what one below it reads, and that is what small tiles wait for.
 JOINED = (Tile(64, 64, 128, 4, 3, joined=True), Cost(2.85, 0.1, 0.9))
 # Keyed by its side: the stages of a symmetric tile in a launch of at most one program per multiprocessor, and the K
 # from which it takes them. With fewer stages two programs fit on one, and the last to start would join the first while
 # other multiprocessors stay free.
 STAGES_ALONE = {64: (5, 0), 128: (6, 4096)}
-# Twice as wide and alone on its multiprocessor: less traffic and power per flop, for large A Aᵀ and A².
-SYMMETRIC_WIDE = (Tile(128, 256, 64, 8, 4), Cost(9.8, 4.0, 1.0))
 GENERAL: Sequence[tuple[Tile, Cost]] = (
-    (Tile(128, 256, 64, 8, 3), Cost(11.3, 3.5, 0.5)),
-    (Tile(128, 128, 64, 4, 3), Cost(6.4, 0.6, 0.8)),
-    (Tile(64, 128, 64, 4, 4), Cost(3.4, 0.8, 1.3)),
+    (Tile(128, 256, 64, 8, 3), Cost(12.0, 4.3, 1.3)),
+    (Tile(128, 128, 64, 4, 3), Cost(6.6, 0.7, 0.0)),
+    (Tile(64, 128, 64, 4, 4), Cost(4.0, 3.4, 1.8)),
 )
-# The same as STAGES_ALONE, for the last of these.
-GENERAL_STAGES_ALONE = 6
+# The last of these where no multiprocessor has two, with more stages.
+GENERAL_ALONE = (Tile(64, 128, 64, 4, 6), Cost(3.4, 0.8, 1.3))
 # Tiles of products that take one round, square ones for symmetric products, on Hopper.
 LONE = (Tile(128, 128, 64, 12, 5, lone=True), Cost(5.5, 0.6, 1.4))
 LONE_WIDE = (Tile(128, 256, 64, 12, 3, lone=True), Cost(10.6, 2.6, 0.6))
@@ -109,13 +107,12 @@ LONE_SMALL_WIDE = (Tile(64, 128, 128, 8, 4, lone=True), Cost(3.4, 0.8, 1.2))
 PING_PONG = Tile(128, 128, 64, 12, 5, ping_pong=True)
 # The same bytes of operands in int8.
 PING_PONG_INT8 = PING_PONG._replace(depth=128)
-# Tiles per multiprocessor from which ping-pong wins: with fewer, the first one's start and the last one's end weigh too
-# much.
-PING_PONG_ROUNDS = 3.5
 WIDE = Tile(128, 256, 64, 12, 3, cooperative=True)
-# The share that it takes of the time of two ping-pong tiles, where its ends, which nothing hides, weigh little: from
-# sums of this length and from this many tiles per multiprocessor on.
-WIDE_SHARE, WIDE_LENGTH, WIDE_ROUNDS = 0.96, 1536, 2.5
+# What persistent tiles take in products of more than one round. Nearly all of a tile's end is behind other products,
+# and the last one's counts once. Wide tiles need sums of this length: the end of one waits for 512 of the next one's.
+PING_PONG_COST, WIDE_COST = Cost(4.95, 0.0, 3.7), Cost(9.4, 0.0, 3.75)
+GENERAL_PING_PONG_COST, GENERAL_WIDE_COST = Cost(6.1, 0.0, 2.4), Cost(10.8, 0.0, 4.2)
+WIDE_LENGTH = 576
 
 
 def cdiv(a: int, b: int) -> int:
@@ -145,23 +142,25 @@ def symmetric_tile(
 
     ``same``: of a matrix with its own transpose; ``shifted``: the result plus a multiple of I is wanted as well.
     """
-    tiles = batch * symmetric_tiles(m, PING_PONG)
-    if hopper and tiles >= PING_PONG_ROUNDS * num_sms:
-        wide = batch * symmetric_tiles(m, WIDE)
-        return WIDE if same and not shifted and _is_wide_faster(wide, tiles, k, num_sms) else PING_PONG
 
     def time(each: tuple[Tile, Cost]) -> float:
         tile, cost = each
-        if tile.lone or not tile.quartered:
-            return _time(cost, batch * symmetric_programs(m, tile), k, num_sms)
-        # three quarters of each diagonal tile, which run beside whole tiles: the number of rounds need not be whole
         blocks = cdiv(m, tile.side)
         load = batch * blocks * (blocks + 0.5) / 2
+        if tile.lone or not tile.quartered:
+            return _time(cost, batch * symmetric_programs(m, tile), k, num_sms)
+        if load > num_sms:
+            load = batch * blocks * ((blocks - 1) / 2 + THREE_QUARTERS)
+        # quarters run beside whole tiles: the number of rounds need not be whole
         return cost.launch + (max(1.0, load / num_sms) + 0.25) * (cost.slope * k / 1024 + cost.end)
 
-    choice = [*SYMMETRIC, *([JOINED, SYMMETRIC_WIDE] if same else [])]
+    choice = [*SYMMETRIC, *([JOINED] if same else [])]
     if hopper:
         choice += _lone_symmetric(m, batch, num_sms, same)
+        if batch * symmetric_tiles(m, PING_PONG) > num_sms:
+            choice.append((PING_PONG, PING_PONG_COST))
+        if same and not shifted and k >= WIDE_LENGTH and batch * symmetric_tiles(m, WIDE) > num_sms:
+            choice.append((WIDE, WIDE_COST))
     tile = min(choice, key=time)[0]
     if tile.lone:
         return tile
@@ -173,18 +172,20 @@ def symmetric_tile(
 @lru_cache(maxsize=4096)
 def general_tile(m: int, n: int, k: int, batch: int, num_sms: int, hopper: bool = False) -> Tile:
     """The tile of a general m×n product over k."""
-    rows, side = batch * cdiv(m, PING_PONG.rows), PING_PONG.columns
-    if hopper and rows * cdiv(n, side) >= PING_PONG_ROUNDS * num_sms:
-        return WIDE if _is_wide_faster(rows * cdiv(n, WIDE.columns), rows * cdiv(n, side), k, num_sms) else PING_PONG
 
     def programs(tile: Tile) -> int:
         return batch * cdiv(m, tile.rows) * cdiv(n, tile.columns)
 
-    choice = [*GENERAL, *(each for each in (LONE_WIDE, LONE_SMALL_WIDE) if hopper and programs(each[0]) <= num_sms)]
-    tile = min(choice, key=lambda each: _time(each[1], programs(each[0]), k, num_sms))[0]
-    if tile == GENERAL[-1][0] and programs(tile) <= num_sms:
-        return tile._replace(num_stages=GENERAL_STAGES_ALONE)
-    return tile
+    choice = list(GENERAL)
+    if programs(GENERAL_ALONE[0]) <= num_sms:
+        choice[-1] = GENERAL_ALONE
+    if hopper:
+        choice += [each for each in (LONE_WIDE, LONE_SMALL_WIDE) if programs(each[0]) <= num_sms]
+        if programs(PING_PONG) > num_sms:
+            choice.append((PING_PONG, GENERAL_PING_PONG_COST))
+        if k >= WIDE_LENGTH and programs(WIDE) > num_sms:
+            choice.append((WIDE, GENERAL_WIDE_COST))
+    return min(choice, key=lambda each: _time(each[1], programs(each[0]), k, num_sms))[0]
 
 
 def _lone_symmetric(m: int, batch: int, num_sms: int, same: bool) -> list[tuple[Tile, Cost]]:
@@ -198,12 +199,6 @@ def _lone_symmetric(m: int, batch: int, num_sms: int, same: bool) -> list[tuple[
             ways.append(tile._replace(quartered=True))
         found += [(way, cost) for way in ways if batch * symmetric_programs(m, way) <= num_sms][:1]
     return found
-
-
-def _is_wide_faster(wide: int, square: int, k: int, num_sms: int) -> bool:
-    """Whether a product over k is faster in ``wide`` wide tiles than in ``square`` square ones."""
-    is_large = k >= WIDE_LENGTH and wide >= WIDE_ROUNDS * num_sms
-    return is_large and 2 * WIDE_SHARE * cdiv(wide, num_sms) <= cdiv(square, num_sms)
 
 
 def _time(cost: Cost, tiles: int, k: int, num_sms: int) -> float:
