@@ -31,7 +31,8 @@ nox.options.reuse_venv = "no"  # a reused environment hides undeclared imports
 nox.options.parallel = 2
 nox.options.allow_parallel = True
 # what takes seconds, then the longest first, so that two jobs end together
-nox.options.sessions = ["lint", "together", "tests", "wheels", "typecheck"]
+_ALONE = [f"tests({package})" for package in reversed(PACKAGES)]
+nox.options.sessions = ["lint", _ALONE[0], "together", *_ALONE[1:], "wheels", "typecheck"]
 
 # uv does not read pip's variable; a CPU build of torch that lies there is what every session should use.
 if "PIP_FIND_LINKS" in os.environ and "UV_FIND_LINKS" not in os.environ:
