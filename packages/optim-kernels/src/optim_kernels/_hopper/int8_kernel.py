@@ -167,6 +167,9 @@ def _consume(
             squares = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, upright_layout))
             # a loop: unrolled, its instructions take longer to arrive than to run
             for half in range(2):
+                if KIND == POLYNOMIAL:
+                    # once more, to keep a register free between the halves
+                    factor = reciprocal(_unit(largest))
                 panel = panels.index(half).reshape([BLOCK, HALF])
                 first = column + half * HALF
                 if half > 0:
