@@ -158,7 +158,7 @@ def storage_that_cannot_be(rank, world_size):
     """Every rank refuses it before anything has moved, and may go on."""
     wrong = {
         "8-bit": (TritonDistAdamW, {"state_dtype": "int8"}, "build a new optimizer|shards may cut"),
-        "8-bit floats": (TritonDistAdamW, {"state_dtype": torch.float8_e4m3fn}, "state_dtype must be None, 'int8', a"),
+        "8-bit floats": (TritonDistAdamW, {"state_dtype": torch.float8_e4m3fn}, "state_dtype must be None, one of"),
         "masters": (TritonDistAdamW, {"master_weights": "fp32"}, r"'fp32' is for .*, but params\[0\] is"),
         "no masters": (TritonDistMuon, {"master_weights": "bf16"}, "master_weights must be None, 'fp32' or 'split16'"),
     }

@@ -306,21 +306,43 @@ def test_an_unknown_option_is_refused_in_the_name_of_the_optimizer(build, reques
     ("options", "match"),
     [
         ({"seed": 1.5, "stochastic_rounding": True}, "seed must be an int, got 1.5"),
-        ({"betas": (0.9,)}, r"betas must be two numbers, got \(0.9,\)"),
-        ({"betas": 0.9}, r"betas must be two numbers, got 0.9"),
-        ({"betas": ("0.9", 0.95)}, r"Invalid beta parameter at index 0: '0.9'"),
+        ({"betas": (0.9,)}, r"betas must be a pair, got \(0.9,\)"),
+        ({"betas": 0.9}, r"betas must be a pair, got 0.9"),
+        ({"betas": (0.9, 1.0)}, r"Invalid beta parameter at index 1: 1.0"),
+        ({"betas": (torch.ones(2), 0.9)}, r"Tensor betas\[0\] must be 1-element, got shape \(2,\)"),
         ({"lr": torch.ones(2)}, r"Tensor lr must be 1-element, got shape \(2,\)"),
-        ({"lr": "1e-3"}, r"Invalid learning rate: '1e-3'"),
-        ({"eps": None}, r"Invalid epsilon value: None"),
-        ({"weight_decay": "0.1"}, r"Invalid weight_decay value: '0.1'"),
+        ({"lr": -1.0}, r"Invalid learning rate: -1.0"),
+        ({"eps": -1.0}, r"Invalid epsilon value: -1.0"),
+        ({"weight_decay": -1.0}, r"Invalid weight_decay value: -1.0"),
+        ({"maximize": "no"}, r"maximize must be True or False, got 'no'"),
+        ({"amsgrad": "no"}, r"amsgrad must be True or False, got 'no'"),
+        ({"stochastic_rounding": "no"}, r"stochastic_rounding must be True or False, got 'no'"),
     ],
-    ids=["seed", "beta", "no-pair", "beta-text", "lr", "lr-text", "eps", "weight-decay-text"],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else None,
 )
-def test_hyperparameters_that_no_step_can_take_are_refused(options, match):
+def test_options_that_no_step_can_take_are_refused(options, match):
     half = nn.Parameter(torch.ones(3, dtype=BF16))
     with pytest.raises(ValueError, match=match):
         TritonDistAdamW([half], **options)
     with pytest.raises(ValueError, match=match):
+        TritonDistMuonAdamW([{"kind": "adamw", "params": [half], **options}])
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"betas": ("0.9", 0.95)}, r"betas\[0\] must be a number or a 1-element tensor, got '0.9'"),
+        ({"lr": "1e-3"}, r"lr must be a number or a 1-element tensor, got '1e-3'"),
+        ({"eps": None}, r"eps must be a number or a 1-element tensor, got None"),
+        ({"weight_decay": "0.1"}, r"weight_decay must be a number or a 1-element tensor, got '0.1'"),
+    ],
+    ids=["beta", "lr", "eps", "weight-decay"],
+)
+def test_hyperparameters_that_are_no_numbers_are_refused(options, match):
+    half = nn.Parameter(torch.ones(3, dtype=BF16))
+    with pytest.raises(TypeError, match=match):
+        TritonDistAdamW([half], **options)
+    with pytest.raises(TypeError, match=match):
         TritonDistMuonAdamW([{"kind": "adamw", "params": [half], **options}])
 
 
@@ -340,5 +362,5 @@ def test_what_cannot_be_stored_is_refused():
         [torch.float32, torch.float32],
         torch.float8_e4m3fn,
     ):
-        with pytest.raises(ValueError, match=r"state_dtype must be None, 'int8', a floating dtype or a pair"):
+        with pytest.raises(ValueError, match=r"state_dtype must be None, one of .*, a tuple of two such or 'int8'"):
             TritonDistAdamW([wide], state_dtype=wrong)

@@ -350,6 +350,8 @@ def test_complex_parameters_are_stepped_as_by_torch() -> None:
         ("max_norm", "1.0", "max_norm must be a number"),
         ("norm_type", "2", "norm_type must be a number"),
         ("stochastic_rounding", "no", "stochastic_rounding must be True or False, got 'no'"),
+        ("maximize", "no", "maximize must be True or False, got 'no'"),
+        ("amsgrad", "no", "amsgrad must be True or False, got 'no'"),
     ],
 )
 @pytest.mark.parametrize("impls", [("triton", "triton"), ("triton", "torch"), ("torch", "torch")], ids="-".join)
@@ -372,6 +374,8 @@ def test_what_is_no_number_and_no_switch_by_now_is_refused_before_anything_moves
     ("option", "words"),
     [
         ({"stochastic_rounding": "no"}, "stochastic_rounding must be True or False, got 'no'"),
+        ({"maximize": "no"}, "maximize must be True or False, got 'no'"),
+        ({"amsgrad": "no"}, "amsgrad must be True or False, got 'no'"),
         ({"max_norm": "1"}, "max_norm must be a number"),
         ({"max_norm": 1.0, "norm_type": "2"}, "norm_type must be a number"),
         ({"max_norm": 1.0, "norm_type": math.nan}, "norm_type must be the order of a norm, got nan"),

@@ -216,6 +216,8 @@ def test_a_text_is_no_switch(kind: str) -> None:
     groups = [{"params": [parameter(4, 4)], "kind": kind}]
     with pytest.raises(ValueError, match=r"^capturable must be True or False, got 'no'$"):
         TritonMuonAdamW(groups, capturable="no")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^maximize must be True or False, got 'no'$"):
+        TritonMuonAdamW([{**groups[0], "maximize": "no"}])
 
 
 @IMPLS

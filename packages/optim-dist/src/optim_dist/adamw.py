@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from numbers import Integral, Real
-from typing import Any, ClassVar, Literal, Unpack
+from typing import Any, ClassVar, Unpack
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from optim_dist._optimizers.base import DistOptimizer
@@ -18,17 +15,8 @@ from optim_dist._optimizers.repeated_adamw import RepeatedAdamW, update_options
 from optim_dist._optimizers.shards import MASTER_KEYS, Item, Route, Shard, StepContext, check_rounding
 from optim_dist.plan import RouteName
 from optim_dist.planning import code_block
-from optim_kernels.adamw_groups import MOMENT_DTYPES, init_state
+from optim_kernels.adamw_groups import MasterWeights, StateDtype, check_group, init_state
 from optim_kernels.functional import AdamWPlan, adamw_
-
-StateDtype = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | Literal["int8"] | None
-
-# the dtypes of parameters that each kind of master weights completes
-_MASTERS: dict[str | None, tuple[torch.dtype, ...]] = {
-    None: (),
-    "fp32": (torch.float16, torch.bfloat16),
-    "split16": (torch.bfloat16,),
-}
 
 
 class AdamWRoute:
@@ -136,7 +124,7 @@ class TritonDistAdamW(DistOptimizer):
         amsgrad: bool = False,
         maximize: bool = False,
         state_dtype: StateDtype = None,
-        master_weights: Literal["fp32", "split16"] | None = None,
+        master_weights: MasterWeights = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
         **options: Unpack[CommonOptions],
@@ -152,7 +140,7 @@ class TritonDistAdamW(DistOptimizer):
         # without options that are None: groups then have the keys of torch's AdamW, whose checkpoints load into them
         storage: dict[str, Any] = {"state_dtype": state_dtype, "master_weights": master_weights}
         if stochastic_rounding:
-            storage |= {"stochastic_rounding": True, "seed": seed}
+            storage |= {"stochastic_rounding": stochastic_rounding, "seed": seed}
         defaults |= {key: value for key, value in storage.items() if value is not None}
         super().__init__(params, defaults, options)
 
@@ -164,45 +152,5 @@ class TritonDistAdamW(DistOptimizer):
 
 
 def check_adamw(group: dict[str, Any]) -> None:
-    """Refuse hyperparameters as torch does, and storage that the group's parameters cannot have."""
-    lr, betas, eps, weight_decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}")
-    if not isinstance(lr, Tensor) and not (_is_number(lr) and lr >= 0):
-        raise ValueError(f"Invalid learning rate: {lr!r}")
-    if not hasattr(betas, "__len__") or len(betas) != 2:
-        raise ValueError(f"betas must be two numbers, got {betas!r}")
-    for place, beta in enumerate(betas):
-        if not isinstance(beta, Tensor) and not (_is_number(beta) and 0 <= beta < 1):
-            raise ValueError(f"Invalid beta parameter at index {place}: {beta!r}")
-    if not (_is_number(eps) and eps >= 0):
-        raise ValueError(f"Invalid epsilon value: {eps!r}")
-    if not (_is_number(weight_decay) and weight_decay >= 0):
-        raise ValueError(f"Invalid weight_decay value: {weight_decay!r}")
-    if not isinstance(group.get("seed", 0), Integral):
-        raise ValueError(f"seed must be an int, got {group['seed']!r}")
-    chosen = group.get("state_dtype")
-    pair = chosen if isinstance(chosen, tuple) else (chosen, chosen)
-    if chosen != "int8" and (len(pair) != 2 or any(dtype not in (None, *MOMENT_DTYPES) for dtype in pair)):
-        raise ValueError(
-            f"state_dtype must be None, 'int8', a floating dtype or a pair of such, of {MOMENT_DTYPES}, got {chosen!r}"
-        )
-    masters = group.get("master_weights")
-    if masters not in _MASTERS:
-        raise ValueError(f"master_weights must be None, 'fp32' or 'split16', got {masters!r}")
-    for place, parameter in enumerate(group["params"]):
-        if chosen == "int8" and isinstance(parameter, DTensor):
-            raise ValueError(
-                f"state_dtype='int8' has a scale for 256 elements, which shards may cut, and "
-                f"{name_in_group(group, place)} is a DTensor; choose a floating dtype for its group"
-            )
-        if masters is not None and parameter.dtype not in _MASTERS[masters]:
-            raise ValueError(
-                f"master_weights={masters!r} is for {' or '.join(map(str, _MASTERS[masters]))} parameters, but "
-                f"{name_in_group(group, place)} is {parameter.dtype}; put it in a group with master_weights=None"
-            )
-
-
-def _is_number(value: object) -> bool:
-    """Whether it is a number, not a string, as which YAML reads ``1e-3``."""
-    return isinstance(value, Real | Tensor)
+    """Refuse options and parameters that AdamW cannot take."""
+    check_group(group, [name_in_group(group, place) for place in range(len(group["params"]))])

@@ -20,7 +20,7 @@ from optim_kernels.muon_groups import (
     check_param,
     given_options,
     init_state,
-    variant_options,
+    muon_defaults,
     view_of,
 )
 from optim_utils.param_groups import MatrixView
@@ -122,7 +122,7 @@ class TritonDistMuon(DistOptimizer):
 
     def _completed_defaults(self, defaults: dict[str, Any]) -> dict[str, Any]:
         given = dict(defaults)
-        return {**muon_options(given.pop("variant")), **given}
+        return {**muon_defaults(given.pop("variant")), **given}
 
     def _completed(self, group: dict[str, Any]) -> dict[str, Any]:
         if "variant" not in group:
@@ -130,7 +130,7 @@ class TritonDistMuon(DistOptimizer):
         given = given_options(self.defaults, ARGUMENTS)
         if self._beta2 is not None:
             given["beta2"] = self._beta2
-        return {**muon_options(group["variant"]), **given, **group}
+        return {**muon_defaults(group["variant"]), **given, **group}
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_muon_group(group)
@@ -140,14 +140,6 @@ class TritonDistMuon(DistOptimizer):
 
     def _views(self, group: dict[str, Any]) -> Sequence[MatrixView]:
         return muon_views(group)
-
-
-def muon_options(variant: str) -> dict[str, Any]:
-    """A variant's options, with ``missing_grad="skip"`` in place of ``"raise"``, which only a group may ask for."""
-    options = variant_options(variant)
-    if options["missing_grad"] == "raise":
-        options["missing_grad"] = "skip"
-    return options
 
 
 def check_muon_group(group: dict[str, Any]) -> None:

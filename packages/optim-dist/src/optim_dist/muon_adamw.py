@@ -9,19 +9,10 @@ from optim_dist._optimizers.base import DistOptimizer
 from optim_dist._optimizers.options import CommonOptions
 from optim_dist._optimizers.shards import Route
 from optim_dist.adamw import AdamWRoute, check_adamw
-from optim_dist.muon import MuonRoute, check_muon_group, muon_options, muon_views
+from optim_dist.muon import MuonRoute, check_muon_group, muon_views
 from optim_dist.plan import RouteName
+from optim_kernels.muon_groups import CURRENT_VARIANT, completed_group
 from optim_utils.param_groups import MatrixView
-
-HEAD = "nanochat-2026-07"
-ADAMW_DEFAULTS: dict[str, Any] = {
-    "lr": 3e-4,
-    "betas": (0.9, 0.95),
-    "eps": 1e-10,
-    "weight_decay": 0.0,
-    "amsgrad": False,
-    "maximize": False,
-}
 
 
 class TritonDistMuonAdamW(DistOptimizer):
@@ -45,25 +36,15 @@ class TritonDistMuonAdamW(DistOptimizer):
         maximize: bool = False,
         **options: Unpack[CommonOptions],
     ) -> None:
-        self._variant = variant or HEAD
+        self._variant = variant or CURRENT_VARIANT
         super().__init__(param_groups, {"maximize": maximize}, options)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_variant": self._variant}
 
     def _completed(self, group: dict[str, Any]) -> dict[str, Any]:
-        kind = group.get("kind", {True: "muon", False: "adamw"}.get(group.get("use_muon", ...)))
-        if kind not in self._routes:
-            raise ValueError(
-                f"each group needs kind='muon' or 'adamw' (or use_muon), got kind={kind!r}; "
-                "optim_utils.route_parameters(model).param_groups() makes such groups"
-            )
-        if kind == "adamw":
-            options = ADAMW_DEFAULTS
-        else:
-            published = "keller" if "use_muon" in group else self._variant
-            options = muon_options(group.get("variant", published))
-        return {**options, "maximize": self.defaults["maximize"], **group, "kind": kind}
+        group = completed_group(group, variant=self._variant, maximize=self.defaults["maximize"])
+        return {"amsgrad": False, **group} if group["kind"] == "adamw" else group
 
     def _check_group(self, group: dict[str, Any]) -> None:
         if group["kind"] == "muon":

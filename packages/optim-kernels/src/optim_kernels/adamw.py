@@ -22,7 +22,9 @@ from optim_kernels._optimizers.adamw_state import (
     MasterWeights,
     StateDtype,
     check_dtype,
+    check_formats,
     check_storage,
+    check_update,
     converted_state,
     drop_other_masters,
     laid_out,
@@ -45,7 +47,7 @@ from optim_kernels._optimizers.base import (
 from optim_kernels._optimizers.group_clipping import check_clipping, check_here, clipping_of_step, norm_and_factor
 from optim_kernels._optimizers.plain_options import with_dtype_names
 from optim_kernels._optimizers.private_state import PrivateState
-from optim_kernels._options import check_adamw_scalars, check_scalars, check_seed, check_switches
+from optim_kernels._options import check_adamw_scalars, check_scalars
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import is_capturing
 
@@ -161,8 +163,8 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
     def _check_paths(self, group: dict[str, Any], names: dict[Tensor, str]) -> None:
         """Raise where parameters cannot be stored, or updated, as the group asks for."""
         check_impl(group["impl"])
-        check_seed(group["seed"])
-        check_switches(stochastic_rounding=group["stochastic_rounding"])
+        check_update(group)
+        check_formats(group["state_dtype"], group["master_weights"])
         # torch tells AdamW's groups from Adam's, whose decay is part of the gradient, by this option
         if not group.get("decoupled_weight_decay", True):
             raise ValueError(

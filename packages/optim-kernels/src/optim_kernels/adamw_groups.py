@@ -5,7 +5,7 @@ groups have at that time. `KnownStates` tells whether states are still those tha
 """
 
 from optim_kernels._optimizers.adamw_codes import has_codes
-from optim_kernels._optimizers.adamw_state import MOMENT_DTYPES, init_state
+from optim_kernels._optimizers.adamw_state import MasterWeights, StateDtype, check_group, init_state
 from optim_kernels._optimizers.adamw_step import AdamWStep
 from optim_kernels._optimizers.followed_writes import FollowedWrites, can_be_followed
 from optim_kernels._optimizers.private_state import KnownStates
@@ -13,11 +13,13 @@ from optim_kernels.functional._adamw_tensor import CODE_BLOCK
 
 __all__ = [
     "CODE_BLOCK",
-    "MOMENT_DTYPES",
     "AdamWStep",
     "FollowedWrites",
     "KnownStates",
+    "MasterWeights",
+    "StateDtype",
     "can_be_followed",
+    "check_group",
     "has_codes",
     "init_state",
 ]

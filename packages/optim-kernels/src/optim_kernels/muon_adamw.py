@@ -32,10 +32,10 @@ from optim_kernels._optimizers.base import (
     text_table,
 )
 from optim_kernels._optimizers.group_clipping import check_clipping, check_here, clipping_of_step, norm_and_factor
+from optim_kernels._optimizers.kinds import completed_group
 from optim_kernels._optimizers.muon_entries import check_state_in_capture
-from optim_kernels._optimizers.muon_groups import variant_options
 from optim_kernels._optimizers.muon_planner import MuonPlanner
-from optim_kernels._options import check_adamw_scalars, check_switches
+from optim_kernels._options import check_adamw_ranges, check_adamw_scalars, check_switches
 from optim_kernels.functional import adamw_
 from optim_kernels.functional._muon_workspace import workspace_for
 from optim_kernels.multi_tensor import is_capturing
@@ -43,13 +43,6 @@ from optim_kernels.muon import MUON_HEADER, MuonGroups, explain_row, tiles_of
 
 __all__ = ["TritonMuonAdamW"]
 
-ADAMW_DEFAULTS: dict[str, Any] = {
-    "lr": 3e-4,
-    "betas": (0.9, 0.95),
-    "eps": 1e-10,
-    "weight_decay": 0.0,
-    "maximize": False,
-}
 # Options of AdamW that groups of kind "adamw" do not have.
 _NOT_HERE = ("amsgrad", "differentiable", "master_weights", "state_dtype", "stochastic_rounding")
 
@@ -102,16 +95,8 @@ class TritonMuonAdamW(MuonGroups):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its ``kind`` decides which options it is completed with."""
-        group = {**_kind_of(param_group), **param_group}
         mine = {key: self.defaults[key] for key in ("max_norm", "seed", "capturable", "impl")}
-        if group["kind"] == "muon":
-            published = "keller" if "use_muon" in group else "nanochat-2026-07"
-            options = variant_options(group.get("variant", published))
-            if options["missing_grad"] == "raise":
-                options["missing_grad"] = "skip"
-            group = {**options, **mine, **group}
-        else:
-            group = {**ADAMW_DEFAULTS, **mine, **group}
+        group = completed_group(param_group, **mine)
         super().add_param_group(group)
         self._adamw = None
         try:
@@ -296,17 +281,6 @@ def _unstacked(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
     return nanochat.unstack_state(content, optimizer.param_groups)
 
 
-def _kind_of(group: dict[str, Any]) -> dict[str, str]:
-    """``{"kind": …}`` of a group, from its ``kind`` or Keller Jordan's ``use_muon``."""
-    kind = group.get("kind", {True: "muon", False: "adamw"}.get(group.get("use_muon", ...)))
-    if kind not in ("muon", "adamw"):
-        raise ValueError(
-            f"each group needs kind='muon' or 'adamw' (or use_muon), got kind={kind!r}; "
-            "optim_utils.route_parameters(model).param_groups() makes such groups"
-        )
-    return {"kind": kind}
-
-
 def _why_not_kernels(p: Tensor, group: dict[str, Any]) -> str | None:
     """What keeps the kernels from updating an AdamW parameter; ``None`` where they do."""
     if group["impl"] == "torch":
@@ -319,7 +293,7 @@ def _why_not_kernels(p: Tensor, group: dict[str, Any]) -> str | None:
 def _check_choices(group: dict[str, Any]) -> None:
     """`_check_adamw_group` without the ranges of numbers, which for tensors on the device cost a synchronisation."""
     check_impl(group["impl"])
-    check_switches(capturable=group["capturable"])
+    check_switches(capturable=group["capturable"], maximize=group["maximize"])
     check_adamw_scalars(group)
     for option in _NOT_HERE:
         if group.get(option):
@@ -340,12 +314,4 @@ def _check_adamw_group(group: dict[str, Any], names: dict[Tensor, str]) -> None:
     _check_choices(group)
     for p in group["params"]:
         _check_adamw_param(p, names[p])
-    if not float(group["lr"]) >= 0.0:
-        raise ValueError(f"Invalid learning rate: {group['lr']}")
-    if not group["eps"] >= 0.0:
-        raise ValueError(f"Invalid epsilon value: {group['eps']}")
-    for i, beta in enumerate(group["betas"]):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
-    if not group["weight_decay"] >= 0.0:
-        raise ValueError(f"Invalid weight_decay value: {group['weight_decay']}")
+    check_adamw_ranges(group)

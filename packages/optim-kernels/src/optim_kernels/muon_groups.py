@@ -5,6 +5,7 @@ the kernels run.
 """
 
 from optim_kernels._newton_schulz.config import Tiles
+from optim_kernels._optimizers.kinds import CURRENT_VARIANT, completed_group, muon_defaults
 from optim_kernels._optimizers.muon_entries import MuonEntry, init_state
 from optim_kernels._optimizers.muon_groups import (
     check_group,
@@ -20,14 +21,17 @@ from optim_kernels._optimizers.plain_options import with_dtype_names, with_dtype
 from optim_kernels.functional._muon_workspace import Workspace, workspace_for
 
 __all__ = [
+    "CURRENT_VARIANT",
     "MuonEntry",
     "MuonPlanner",
     "Tiles",
     "Workspace",
     "check_group",
     "check_param",
+    "completed_group",
     "given_options",
     "init_state",
+    "muon_defaults",
     "ns_config_of",
     "rule_of",
     "variant_options",

@@ -127,7 +127,7 @@ class AdamWStep:
                     group["betas"][1],
                     group["eps"],
                     group["weight_decay"],
-                    bool(group.get("maximize")),
+                    group.get("maximize", False),
                 )
                 for group in groups
             ]
