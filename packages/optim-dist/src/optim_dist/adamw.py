@@ -12,10 +12,10 @@ from optim_dist._optimizers.base import DistOptimizer
 from optim_dist._optimizers.construction import name_in_group
 from optim_dist._optimizers.options import CommonOptions
 from optim_dist._optimizers.repeated_adamw import RepeatedAdamW, update_options
-from optim_dist._optimizers.shards import MASTER_KEYS, Item, Route, Shard, StepContext, check_rounding
+from optim_dist._optimizers.shards import Item, Route, Shard, StepContext, check_rounding
 from optim_dist.plan import RouteName
 from optim_dist.planning import code_block
-from optim_kernels.adamw_groups import MasterWeights, StateDtype, check_group, init_state
+from optim_kernels.adamw_groups import MASTER_KEYS, MasterWeights, StateDtype, check_group, init_state
 from optim_kernels.functional import AdamWPlan, adamw_
 
 

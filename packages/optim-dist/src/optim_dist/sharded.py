@@ -22,9 +22,9 @@ from optim_dist._muon.sharded import ShardedMatrix, ShardedMuon
 from optim_dist._optimizers.construction import joint_layout, local
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.options import Options
+from optim_dist._optimizers.pending_sums import LocalGradients, check_gradient
 from optim_dist._optimizers.shards import Item, Shard, StepContext, make_shard, takes_zeros
 from optim_dist._reduction.collectives import Communicator
-from optim_dist._reduction.pending_sums import LocalGradients, check_gradient
 from optim_dist.plan import ParameterSpec, RouteName
 from optim_redist import Layout
 from optim_utils.param_groups import MatrixView

@@ -17,6 +17,8 @@ from optim_kernels.multi_tensor import KnownKinds, TensorList, is_capturing, is_
 
 # How many lists of one length a ``GradientNorms`` with ``any_stream`` remembers, keyed by their first address.
 MOST_LISTS = 32
+# The orders of norms that kernels compute.
+_KERNEL_NORMS = (1.0, 2.0, math.inf)
 
 
 class _Split(NamedTuple):
@@ -128,7 +130,7 @@ class GradientNorms:
 
         The caller keeps ``seen`` until it has launched, since ``seen`` owns the copies of gradients that are not dense.
         """
-        if seen is None or not seen.tensors or not reference.is_kernel_norm(norm_type):
+        if seen is None or not seen.tensors or norm_type not in _KERNEL_NORMS:
             return None
         split = self._split_of(seen)
         if split is None:

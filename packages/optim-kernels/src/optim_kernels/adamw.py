@@ -250,7 +250,16 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
                 self.param_groups, seen, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor
             )
         for group, own, own_grads, own_states, indices in with_torch:
-            step_with_torch(group, own, own_grads, own_states, indices, grad_scale, found_inf, clip_factor)
+            step_with_torch(
+                group,
+                own,
+                own_grads,
+                own_states,
+                indices,
+                grad_scale=grad_scale,
+                found_inf=found_inf,
+                clip_factor=clip_factor,
+            )
         if prepared.followed:
             self._writes.note_step(prepared.followed)
 

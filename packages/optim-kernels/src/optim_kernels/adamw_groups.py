@@ -5,14 +5,24 @@ groups have at that time. `KnownStates` tells whether states are still those tha
 """
 
 from optim_kernels._optimizers.adamw_codes import has_codes
-from optim_kernels._optimizers.adamw_state import MasterWeights, StateDtype, check_group, init_state
+from optim_kernels._optimizers.adamw_state import (
+    MASTER_KEYS,
+    MasterWeights,
+    StateDtype,
+    check_group,
+    init_state,
+    master_of,
+)
 from optim_kernels._optimizers.adamw_step import AdamWStep
+from optim_kernels._optimizers.base import ELEMENTWISE_KEYS
 from optim_kernels._optimizers.followed_writes import FollowedWrites, can_be_followed
 from optim_kernels._optimizers.private_state import KnownStates
 from optim_kernels.functional._adamw_tensor import CODE_BLOCK
 
 __all__ = [
     "CODE_BLOCK",
+    "ELEMENTWISE_KEYS",
+    "MASTER_KEYS",
     "AdamWStep",
     "FollowedWrites",
     "KnownStates",
@@ -22,4 +32,5 @@ __all__ = [
     "check_group",
     "has_codes",
     "init_state",
+    "master_of",
 ]

@@ -40,7 +40,7 @@ from optim_kernels._optimizers.muon_groups import (
     view_of,
 )
 from optim_kernels._optimizers.muon_planner import MuonPlanner, why_not_grouped
-from optim_kernels._optimizers.plain_options import with_dtype_names
+from optim_kernels._optimizers.plain_options import make_groups_plain
 from optim_kernels._optimizers.private_state import PrivateState
 from optim_kernels.functional._muon_workspace import workspace_for
 from optim_kernels.orthogonalization import Coefficients, EpsMode, Method
@@ -159,10 +159,7 @@ class MuonGroups(PrivateState, Optimizer):
 
 
 def _as_saved(_: Optimizer, content: dict[str, Any]) -> None:
-    content["param_groups"] = [with_dtype_names(group) for group in content["param_groups"]]
-    for group in content["param_groups"]:
-        if group.get("views") is not None:
-            group["views"] = [None if view is None else view.to_plain() for view in group["views"]]
+    make_groups_plain(content)
 
 
 class TritonMuon(MuonGroups):

@@ -146,7 +146,9 @@ class TritonMuonAdamW(MuonGroups):
         )
         self._adamw = adamw
         if adamw.kernels is not None:
-            adamw.kernels.get_ready(adamw_groups, seen, grad_scale, found_inf, clip_factor)
+            adamw.kernels.get_ready(
+                adamw_groups, seen, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor
+            )
         self._step_muon([group for group in self.param_groups if self._is_muon(group)], **scaling)
         self._step_adamw(adamw, scaling)
         return loss

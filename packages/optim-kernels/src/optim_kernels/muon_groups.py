@@ -17,7 +17,7 @@ from optim_kernels._optimizers.muon_groups import (
     view_of,
 )
 from optim_kernels._optimizers.muon_planner import MuonPlanner
-from optim_kernels._optimizers.plain_options import with_dtype_names, with_dtypes
+from optim_kernels._optimizers.plain_options import make_groups_plain, with_dtypes
 from optim_kernels.functional._muon_workspace import Workspace, workspace_for
 
 __all__ = [
@@ -31,12 +31,12 @@ __all__ = [
     "completed_group",
     "given_options",
     "init_state",
+    "make_groups_plain",
     "muon_defaults",
     "ns_config_of",
     "rule_of",
     "variant_options",
     "view_of",
-    "with_dtype_names",
     "with_dtypes",
     "workspace_for",
 ]

@@ -21,10 +21,12 @@ from optim_dist._checkpoint.staging import ToHost, on_host
 from optim_dist._optimizers.construction import layout_of, local
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard
-from optim_dist._optimizers.states import WHOLE_KEYS, dense_stride, in_memory_order, make_groups_plain, stamped
+from optim_dist._optimizers.states import dense_stride, in_memory_order, stamped
 from optim_dist._optimizers.whole_state import cut_like, on_one_rank
 from optim_dist.plan import ParameterSpec, Piece, dtype_name
 from optim_dist.planning import contiguous_stride
+from optim_kernels.adamw_groups import ELEMENTWISE_KEYS
+from optim_kernels.muon_groups import make_groups_plain
 from optim_redist import Layout
 
 SCALARS = ("step",)
@@ -72,7 +74,7 @@ def own_parts(
             parts[spec.name] = {key: to_host(flat_part(value, shard)) for key, value in tensors.items()}
             continue
         for key, value in tensors.items():
-            if key in (VALUE, *WHOLE_KEYS):
+            if key in (VALUE, *ELEMENTWISE_KEYS):
                 cut.append(Part(spec.name, key, local(value).detach(), spec.shape))
             elif pieces_of(optimizer, shard.index)[0].rank == optimizer.communicator.rank:
                 parts.setdefault(spec.name, {})[key] = to_host(in_memory_order(local(value).detach()))
@@ -106,7 +108,7 @@ def saved_parameters(
         keys, scalars = described[pieces[0].rank].get(spec.name, ({}, {}))
         state = {}
         for key, (dtype, shape, block, fmt) in keys.items():
-            in_pieces = key in WHOLE_KEYS or block > 1
+            in_pieces = key in ELEMENTWISE_KEYS or block > 1
             state[key] = SavedState(
                 dtype, whole_shape(spec.shape, block) if in_pieces else shape, in_pieces, block, fmt
             )

@@ -22,8 +22,8 @@ from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard
 from optim_dist._optimizers.states import dense_stride, in_memory_order
 from optim_dist._optimizers.whole_state import as_parameter_lies
-from optim_dist._reduction.storage import is_dense
 from optim_dist.plan import ParameterSpec
+from optim_kernels.multi_tensor import is_dense
 
 
 class Restoring:

@@ -12,8 +12,9 @@ from torch import Tensor
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.multipliers import ATTRIBUTES, given_multipliers
 from optim_dist._reduction.collectives import Communicator
-from optim_dist._reduction.storage import ParameterBucket, is_dense
+from optim_dist._reduction.storage import ParameterBucket
 from optim_dist.plan import Plan
+from optim_kernels.multi_tensor import is_dense
 
 SYNC_CHECK = "sync_params='check': "
 

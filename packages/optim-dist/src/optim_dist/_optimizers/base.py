@@ -3,7 +3,7 @@
     1. agree     which parameters have a gradient on any rank: one small message
     2. reduce    every bucket not yet reduced during backward, in plan order
     3. norm      only when clipping: local sums of powers, one small message, a factor on the device
-    4. update    this rank's chunk of each bucket once its reduction is complete, by ``optim_kernels.functional``
+    4. update    this rank's chunk of each bucket once its reduction is complete, by the bucket's ``Route``
     5. gather    all-gather the chunks in place while the next bucket is updated and, where modules can wait for
                  it, while the next forward pass runs
 
@@ -11,7 +11,7 @@ DTensors, and with one rank all parameters (unless ``order="tree"``), are in no 
 so that with one rank results and state equal the single-device optimizer's bit for bit.
 
 ``planned`` puts parameters into the plan, ``stateful`` keeps their state, a ``Route`` defines the update, and
-``_reduction.bucketed`` and ``sharded`` know where parameters lie; this module never looks inside them.
+``bucketed`` and ``sharded`` know where parameters lie; this module never looks inside them.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from optim_dist._optimizers.multipliers import multiplier_faults
 from optim_dist._optimizers.options import Options
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.groups import device_types
-from optim_dist._reduction.storage import is_dense
 from optim_dist.plan import ParameterSpec, RouteName
+from optim_kernels.multi_tensor import is_dense
 from optim_redist import Layout, Mesh
 from optim_redist.errors import RedistError
 from optim_utils.param_groups import MatrixView

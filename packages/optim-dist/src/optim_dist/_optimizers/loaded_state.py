@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from optim_dist._optimizers.construction import layout_of
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.live import LiveOptimizer
-from optim_dist._optimizers.states import WHOLE_KEYS, make_codes_numbers, numbers_in_groups
+from optim_dist._optimizers.states import make_codes_numbers, numbers_in_groups
 from optim_dist.plan import Plan, RouteName
+from optim_kernels.adamw_groups import ELEMENTWISE_KEYS
 from optim_kernels.muon_groups import with_dtypes
 from optim_utils.param_groups import MatrixView
 
@@ -69,7 +70,7 @@ def check_states(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> None:
         if not is_cut and optimizer.communicator.world_size > 1:
             continue
         for key, value in state.items():
-            if key not in WHOLE_KEYS or not isinstance(value, Tensor):
+            if key not in ELEMENTWISE_KEYS or not isinstance(value, Tensor):
                 continue
             if is_cut and not isinstance(value, DTensor):
                 raise ValueError(
@@ -199,7 +200,7 @@ def _laid_out(key: str, value: Any, parameter: Tensor) -> Any:
     copied = value.detach().to(parameter.device, copy=True)
     if isinstance(value, DTensor) or isinstance(parameter, DTensor):
         return copied
-    if key not in WHOLE_KEYS:
+    if key not in ELEMENTWISE_KEYS:
         return copied.contiguous()
     if copied.shape != parameter.shape or copied.stride() == torch.empty_like(parameter, device="meta").stride():
         return copied

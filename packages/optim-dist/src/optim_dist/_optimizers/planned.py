@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from optim_dist._optimizers import agreement, construction, step_checks
+from optim_dist._optimizers.bucketed import BucketedParameters
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.gradient_dtype import GradientDtypes
 from optim_dist._optimizers.inference import out_of_inference_mode
@@ -23,7 +24,6 @@ from optim_dist._optimizers.meeting import meet
 from optim_dist._optimizers.options import Options, groups_of
 from optim_dist._optimizers.planned_views import PlannedViews
 from optim_dist._optimizers.shards import Shard
-from optim_dist._reduction.bucketed import BucketedParameters
 from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import Plan, RouteName
 from optim_dist.planning import plan_parameters

@@ -14,11 +14,9 @@ from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.gradient_dtype import grad_dtype
 from optim_dist._reduction.storage import ParameterBucket
 from optim_dist.plan import ParameterSpec
+from optim_kernels.adamw_groups import master_of
 from optim_kernels.muon_groups import MuonPlanner
 from optim_utils.param_groups import MatrixView
-
-# state keys of master weights, which complete a 16-bit parameter
-MASTER_KEYS = frozenset({"master", "master_low"})
 
 
 @dataclass(eq=False)
@@ -77,8 +75,7 @@ class Item(NamedTuple):
     @property
     def master(self) -> Tensor | None:
         """The state's master weights of either kind, if it has any."""
-        master: Tensor | None = self.state.get("master", self.state.get("master_low"))
-        return master
+        return master_of(self.state)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,10 @@ from optim_dist._optimizers.followed_masters import FollowedMasters
 from optim_dist._optimizers.inference import out_of_inference_mode
 from optim_dist._optimizers.moved_state import take_state
 from optim_dist._optimizers.planned import PlannedOptimizer
-from optim_dist._optimizers.shards import MASTER_KEYS, Route, Shard
+from optim_dist._optimizers.shards import Route, Shard
 from optim_dist.plan import Plan, RouteName
+from optim_kernels.adamw_groups import MASTER_KEYS
+from optim_kernels.muon_groups import make_groups_plain
 
 # options of a group that say what its states hold, and in which dtypes; whether beta2 is None matters, too
 STORAGE_OPTIONS = ("amsgrad", "state_dtype", "momentum_dtype", "master_weights", "stochastic_rounding")
@@ -175,7 +177,7 @@ class StatefulOptimizer(PlannedOptimizer):
         state_dict["param_groups"] = [
             interchange.with_torch_keys(group, route) for group, route in zip(state_dict["param_groups"], routes)
         ]
-        states.make_groups_plain(state_dict)
+        make_groups_plain(state_dict)
         return state_dict if whole is not None else states.stamped(state_dict, self.plan, self._communicator.rank)
 
     @out_of_inference_mode

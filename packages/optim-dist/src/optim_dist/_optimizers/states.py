@@ -13,14 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optim_dist._optimizers.construction import local
-from optim_dist._reduction.storage import is_dense
 from optim_dist.plan import Plan
 from optim_dist.planning import contiguous_stride
-from optim_kernels.muon_groups import with_dtype_names
+from optim_kernels.multi_tensor import is_dense
 from optim_utils.low_bit import LowBitTensor, from_plain
-
-# keys of state tensors that have one element for each element of the parameter
-WHOLE_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master", "master_low")
 
 
 def stamped(state_dict: dict[str, Any], plan: Plan, rank: int) -> dict[str, Any]:
@@ -66,11 +62,3 @@ def make_codes_numbers(state_dict: dict[str, Any]) -> None:
         number: {key: as_numbers(value) for key, value in state.items()}
         for number, state in state_dict["state"].items()
     }
-
-
-def make_groups_plain(state_dict: dict[str, Any]) -> None:
-    """Replace ``MatrixView``s and dtypes by builtins, which ``weights_only=True`` loads and torch's gathers take."""
-    state_dict["param_groups"] = [with_dtype_names(group) for group in state_dict["param_groups"]]
-    for group in state_dict["param_groups"]:
-        if group.get("views") is not None:
-            group["views"] = [None if view is None else view.to_plain() for view in group["views"]]

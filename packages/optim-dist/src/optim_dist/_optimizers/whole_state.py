@@ -17,15 +17,15 @@ from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.loaded_state import lacking
 from optim_dist._optimizers.shards import Shard
 from optim_dist._optimizers.states import (
-    WHOLE_KEYS,
     as_numbers,
     in_memory_order,
-    make_groups_plain,
     numbers_in_groups,
     stamped,
 )
 from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import ParameterSpec, Plan, dtype_name
+from optim_kernels.adamw_groups import ELEMENTWISE_KEYS
+from optim_kernels.muon_groups import make_groups_plain
 from optim_redist import Layout, Mesh, redistribute_local
 from optim_redist.index_sets import intervals
 
@@ -48,7 +48,7 @@ def full_state_dict(
             whole = {}
             for key, (dtype, shape) in described[plan.ranges(index)[0].rank].get(str(index), {}).items():
                 part, kind = mine.get(index, {}).get(key), getattr(torch, dtype)
-                whole[key] = _broadcast(part, plan, index, shape, kind, communicator, to_chunk, key in WHOLE_KEYS)
+                whole[key] = _broadcast(part, plan, index, shape, kind, communicator, to_chunk, key in ELEMENTWISE_KEYS)
         if whole and communicator.rank == to_chunk:
             states[numbers[id(entry.parameter)]] = whole
     full = {"state": states, "param_groups": groups}
@@ -127,7 +127,7 @@ def cut_full_state_dict(
         f"{entry.name}.{key}: shape {tuple(value.shape)}, expected {spec.shape}"
         for spec, entry in zip(optimizer.plan.parameters, optimizer.entries)
         for key, value in state_dict["state"].get(numbers[id(entry.parameter)], {}).items()
-        if key in WHOLE_KEYS and tuple(value.shape) != spec.shape
+        if key in ELEMENTWISE_KEYS and tuple(value.shape) != spec.shape
     ]
     found = [lacking(state_dict["state"].get(numbers[id(entry.parameter)], {}), entry) for entry in optimizer.entries]
     problems += filter(None, found)
@@ -138,7 +138,7 @@ def cut_full_state_dict(
         place = numbers[id(shard.parameter)]
         spec = optimizer.plan.parameters[shard.index]
         for key, value in state_dict["state"].get(place, {}).items():
-            parts.setdefault(place, {})[key] = cut(value, spec, shard) if key in WHOLE_KEYS else value
+            parts.setdefault(place, {})[key] = cut(value, spec, shard) if key in ELEMENTWISE_KEYS else value
     stamp = stamped({}, optimizer.plan, optimizer.communicator.rank)
     return {"state": parts, "param_groups": state_dict["param_groups"], **stamp}
 

@@ -149,16 +149,6 @@ def no_rank_had_gradients(counts: Tensor | None, buckets: Iterable[ParameterBuck
     return counts is not None and not any(any(bucket.present) for bucket in buckets) and not counts.any().item()
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one interval of memory, each once, whatever the order of the dimensions."""
-    expected = 1
-    for stride, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape) if sz != 1):
-        if stride != expected and tensor.numel() > 0:
-            return False
-        expected *= size
-    return True
-
-
 def check_gradient(member: Member, gradient: Tensor, plan: BucketPlan) -> None:
     """Refuse a gradient that a bucket cannot take."""
     if gradient.layout is not torch.strided:

@@ -33,6 +33,8 @@ MasterWeights = Literal["fp32", "split16"] | None
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 NEEDED = ("step", "exp_avg", "exp_avg_sq")
 _MASTERS = {"master": torch.float32, "master_low": torch.int16}
+# entries of a state that complete a 16-bit parameter
+MASTER_KEYS = frozenset(_MASTERS)
 _OWN_MASTER = {None: None, "fp32": "master", "split16": "master_low"}
 _HALF = (torch.float16, torch.bfloat16)
 _SWITCHES = ("amsgrad", "maximize", "stochastic_rounding")

@@ -106,13 +106,14 @@ class AdamWStep:
         clip_factor: Tensor | None = None,
     ) -> None:
         """One step, with the hyperparameters that the groups have now."""
-        self.get_ready(groups, grads, grad_scale, found_inf, clip_factor)
+        self.get_ready(groups, grads, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
         self.launch()
 
     def get_ready(
         self,
         groups: Sequence[Group],
         grads: TensorList,
+        *,
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         clip_factor: Tensor | None,
@@ -136,7 +137,7 @@ class AdamWStep:
             for group in groups:
                 check_adamw_scalars(group)
             raise
-        self.plan.get_ready(grads, scalars, grad_scale, found_inf, clip_factor)
+        self.plan.get_ready(grads, scalars, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
 
     def launch(self) -> None:
         """The rest of ``run``: the launches."""

@@ -20,15 +20,18 @@ def step_with_torch(
     grads: list[Tensor],
     states: list[dict[str, Any]],
     indices: list[int],
+    *,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     clip_factor: Tensor | None,
 ) -> None:
     """Update the parameters of one group; ``indices`` are their numbers among all, for random rounding."""
     if _fits_torch(group, params, grads, states):
-        _torch_step(group, params, grads, states, grad_scale, found_inf, clip_factor)
+        _torch_step(group, params, grads, states, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
     else:
-        _reference_step(group, params, grads, states, indices, grad_scale, found_inf, clip_factor)
+        _reference_step(
+            group, params, grads, states, indices, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor
+        )
 
 
 def beyond_torch(
@@ -58,6 +61,7 @@ def _torch_step(
     params: list[Tensor],
     grads: list[Tensor],
     states: list[dict[str, Any]],
+    *,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     clip_factor: Tensor | None,
@@ -105,6 +109,7 @@ def _reference_step(
     grads: list[Tensor],
     states: list[dict[str, Any]],
     indices: list[int],
+    *,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     clip_factor: Tensor | None,

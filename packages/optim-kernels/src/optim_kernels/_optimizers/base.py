@@ -30,7 +30,7 @@ from optim_utils.low_bit import from_plain
 _logger = logging.getLogger(__name__)
 
 # The entries of a parameter's state that have the parameter's shape.
-_ELEMENTWISE = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master", "master_low")
+ELEMENTWISE_KEYS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master", "master_low")
 
 
 class StatefulOptimizer(Optimizer):
@@ -132,7 +132,7 @@ class StatefulOptimizer(Optimizer):
 
     def _check_shapes(self, param: Tensor, saved: dict[str, Any]) -> None:
         """Raise ``ValueError`` where a loaded tensor lacks its parameter's shape: kernels would read out of bounds."""
-        for key in _ELEMENTWISE:
+        for key in ELEMENTWISE_KEYS:
             value = saved.get(key)
             if isinstance(value, dict):
                 value = from_plain(value)

@@ -1,7 +1,7 @@
 """Options of a group as a state dict holds them: in the types that torch's checkpoint functions take.
 
 ``get_optimizer_state_dict`` with ``full_state_dict`` or ``cpu_offload`` accepts only numbers, strings, tensors and
-lists of these, so a dtype is stored as its name: ``"torch.float32"``.
+lists of these, so a dtype is stored as its name, ``"torch.float32"``, and a `MatrixView` as numbers.
 """
 
 from __future__ import annotations
@@ -18,6 +18,14 @@ _DTYPES = ("state_dtype", "momentum_dtype", "ns_dtype")
 def with_dtype_names(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group as a state dict has it: dtypes become their names."""
     return {**group, **{option: _named(group[option]) for option in _DTYPES if option in group}}
+
+
+def make_groups_plain(state_dict: dict[str, Any]) -> None:
+    """Replace dtypes and `MatrixView`s in the groups of a state dict, by new groups."""
+    state_dict["param_groups"] = [with_dtype_names(group) for group in state_dict["param_groups"]]
+    for group in state_dict["param_groups"]:
+        if group.get("views") is not None:
+            group["views"] = [None if view is None else view.to_plain() for view in group["views"]]
 
 
 def with_dtypes(saved: Mapping[str, Any]) -> dict[str, Any]:

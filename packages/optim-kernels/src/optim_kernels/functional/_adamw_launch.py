@@ -201,6 +201,7 @@ class AdamWLaunch:
     def get_ready(
         self,
         scalars: Sequence[AdamWScalars],
+        *,
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         clip_factor: Tensor | None,

@@ -166,13 +166,14 @@ class AdamWPlan:
         clip_factor: Tensor | None = None,
     ) -> None:
         """One step; ``scalars`` holds the hyperparameters of each group."""
-        self.get_ready(grads, scalars, grad_scale, found_inf, clip_factor)
+        self.get_ready(grads, scalars, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
         self.run()
 
     def get_ready(
         self,
         grads: Sequence[Tensor] | TensorList,
         scalars: Sequence[AdamWScalars],
+        *,
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         clip_factor: Tensor | None,
@@ -180,7 +181,7 @@ class AdamWPlan:
         """The part of ``step`` that may raise, before anything is launched."""
         self.refresh(grads)
         for launch in self._launches:
-            launch.get_ready(scalars, grad_scale, found_inf, clip_factor)
+            launch.get_ready(scalars, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
 
     def run(self) -> None:
         """The rest of ``step``: the launches."""

@@ -171,7 +171,7 @@ def muon_update(
 ) -> list[Tensor]:
     """The update direction O of every gradient, each in its gradient's shape, fp32 (fp64 for fp64); updates buffers.
 
-    For a rank that owns matrices and sends their updates; `apply_muon_update_` is the other half of the step.
+    The first half of `muon_`, for callers that do something with O before `apply_muon_update_`, the second.
 
     Raises: as `muon_`.
     """

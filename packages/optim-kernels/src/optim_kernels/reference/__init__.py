@@ -4,7 +4,7 @@ No formula of an update is written anywhere else, except in the kernels.
 """
 
 from optim_kernels.reference.adamw import adamw_, adamw_update, gradient_scale
-from optim_kernels.reference.clip import clip_factor, is_kernel_norm, sum_of_squares, total_norm
+from optim_kernels.reference.clip import clip_factor, sum_of_squares, total_norm
 from optim_kernels.reference.muon import muon_
 from optim_kernels.reference.newton_schulz import newton_schulz
 
@@ -13,7 +13,6 @@ __all__ = [
     "adamw_update",
     "clip_factor",
     "gradient_scale",
-    "is_kernel_norm",
     "muon_",
     "newton_schulz",
     "sum_of_squares",

@@ -6,7 +6,6 @@ factor  = min(1, max_norm / (norm + 1e-6))
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -53,8 +52,3 @@ def result_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
 def _magnitude(tensor: Tensor) -> Tensor:
     values = tensor.detach()
     return (values.abs() if values.is_complex() else values).to(torch.float64)
-
-
-def is_kernel_norm(norm_type: float) -> bool:
-    """Whether the kernels have this norm: 1, 2 and inf."""
-    return norm_type in (1.0, 2.0, math.inf)
