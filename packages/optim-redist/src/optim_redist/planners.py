@@ -176,11 +176,21 @@ def _shares(problem: Problem, group: Inside) -> bool:
 # -- the planners
 
 
+def held_without_moves(problem: Problem) -> int:
+    """Elements that the fullest rank holds where nothing moves: a part that stays whole is its own target."""
+    if problem.is_even and not problem.started:
+        held, needed = problem.held_by_all, problem.needed_by_all
+        return held if held == needed else held + needed
+    stored = problem.num_stored.items()
+    return max(held if problem.stays_whole(rank) else held + needed for rank, (held, needed) in stored)
+
+
 def _local(request: Request, limits: Bounds) -> Candidate:
     problem, width = request.problem, request.itemsize
     stage = Stage("local", "direct", problem.src, problem.dst)
     seconds = request.model.pack_seconds(limits.live * width)
-    step = Step("local", problem.ranks, str(problem.dst), 0, 0, 0, seconds, limits.memory * width)
+    peak = held_without_moves(problem) * width
+    step = Step("local", problem.ranks, str(problem.dst), 0, 0, 0, seconds, peak)
     return Candidate("local", (stage,), (step,), 0)
 
 

@@ -178,7 +178,7 @@ def _decide(request: Request, asked: tuple[str, ...] | None) -> _Decision:
     if len(found) > 1 or request.memory_limit is not None:
         fitting = [c for c in found if request.memory_limit is None or c.peak_bytes <= request.memory_limit]
         if not fitting:
-            raise _infeasible(request, limits)
+            raise _infeasible(request, limits, asked)
         chosen = min(fitting, key=lambda c: (c.seconds, len(c.steps), c.peak_bytes, c.planner))
     lost = [Alternative(c.planner, c.seconds, _why_not(c, chosen, request)) for c in found if c is not chosen]
     lost += [Alternative(*other) for other in hopeless]
@@ -210,17 +210,29 @@ def _why_not(loser: Candidate, winner: Candidate, request: Request) -> str:
     return f"as fast as {winner.planner}, which has fewer steps or a lower peak"
 
 
-def _infeasible(request: Request, limits: Bounds) -> PlanInfeasibleError:
+def _infeasible(request: Request, limits: Bounds, asked: tuple[str, ...] | None) -> PlanInfeasibleError:
+    """The certificate: what the fullest rank holds in any case, and the buffers that the planners need besides."""
     assert request.memory_limit is not None
     problem, width = request.problem, request.itemsize
     needs = []
     for rank, (src, dst) in problem.num_stored.items():
-        needs.append((max(src, dst) if request.donate else src + dst, -rank, src, dst))
-    _, negative_rank, src, dst = max(needs)
-    terms = {"larger of source and target": max(src, dst) * width}
-    if not request.donate:
-        terms = {"source": src * width, "target": dst * width}
-    proven = request.memory_limit < sum(terms.values())
+        # a part that stays as it is may be its own target
+        once = request.donate or problem.stays_whole(rank)
+        needs.append((max(src, dst) if once else src + dst, -rank, src, dst))
+    need, negative_rank, src, dst = max(needs)
+    terms = {"source": src * width, "target": dst * width}
+    if need != src + dst:
+        terms = {"larger of source and target": need * width}
+    proven = request.memory_limit < need * width
     if not proven:
-        terms["one chunk"] = _CHUNK
+        buffers = _least_that_fits(request, limits, asked) - need * width
+        terms["one chunk" if buffers == _CHUNK else "buffers"] = buffers
     return PlanInfeasibleError(-negative_rank, terms, request.memory_limit, proven=proven)
+
+
+def _least_that_fits(request: Request, limits: Bounds, asked: tuple[str, ...] | None) -> int:
+    """A limit under which there is a plan: source, target and one chunk, or the least peak that rounds can reach."""
+    enough = limits.memory * request.itemsize + _CHUNK
+    found, _ = candidates(replace(request, memory_limit=enough), limits, asked)
+    least = min(candidate.peak_bytes for candidate in found)
+    return least if request.donate else max(least, enough)

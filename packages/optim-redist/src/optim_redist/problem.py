@@ -273,6 +273,11 @@ class Problem:
             stored[rank] = stored.get(rank, _NOTHING)[0], needed[point]
         return stored
 
+    def stays_whole(self, rank: int) -> bool:
+        """Whether the rank's part of the source is its part of the target, with nothing to combine."""
+        held, needed = self.num_stored[rank]
+        return held == needed == self.num_kept.get(rank, 0) and self.num_contributions == 1
+
     def held(self, rank: int) -> Box | None:
         """What the rank holds of the source, None outside its mesh."""
         point = self.src_points.get(rank)

@@ -121,10 +121,10 @@ class Program:
         self._check(x, out)
         if out is not None and out is x:
             return Handle(done(x)) if async_op else x
-        if self._kept is not None and x is not None and out is None and not async_op:
+        if self._kept is not None and x is not None and out is None:
             if self._keeps_all:
-                return x
-            if not copy:
+                return Handle(done(x)) if async_op else x
+            if not copy and not async_op:
                 return x[self._kept]
         self._check_resolving(x)
         given = x if x is not None else out
@@ -258,11 +258,10 @@ class Program:
             )
 
     def _check_out(self, x: Tensor | None, out: Tensor) -> None:
-        if self._out_excess:
+        if self._out_excess and not (out is x and self._keeps_all):
             raise UnsupportedError(
-                f"out would be held from the start, {self._out_excess} bytes above memory_limit="
-                f"{self.plan.memory_limit} in a step before the target is made; call without out, or plan with a limit "
-                "that is higher by so much"
+                f"out would be held beside all that the plan counts, {self._out_excess} bytes above memory_limit="
+                f"{self.plan.memory_limit}; call without out, or plan with a limit that is higher by so much"
             )
         if x is not None and x.device != out.device:
             raise LayoutError(f"rank {self.rank}: the source tensor is on {x.device}, out on {out.device}")
@@ -289,7 +288,10 @@ def _excess_of_out(plan: Plan) -> int:
         return 0
     problem, last = plan.problems[-1], plan.stages[-1]
     exchanges = exchanges_of(problem, last.method, plan.topology)
-    if last.method == "packed":
+    if not plan.communicates:
+        # what stays whole is no target of its own any more
+        held = plan.bounds.memory * plan.itemsize
+    elif last.method == "packed":
         held = packed_peak(problem, exchanges[0].volumes, given=True) * plan.itemsize
     else:
         # the steps of the last stage count the target already

@@ -29,6 +29,7 @@ from optim_redist.index_sets import intersect, size
 from optim_redist.lower_bounds import bounds_of, crossing
 from optim_redist.moves import FINISHED, Phase, Step, Transfer, added_up
 from optim_redist.ownership import same_ownership
+from optim_redist.planners import held_without_moves
 from optim_redist.problem import Problem
 
 if TYPE_CHECKING:
@@ -104,6 +105,8 @@ def _peak(plan: Plan, number: int, problem: Problem, phases: Sequence[Phase]) ->
         if not plan.donate:
             raise RedistError("only a donated source is packed and given up before the target is there")
         return packed_peak(problem, volumes_of(phases[0], plan.topology))
+    if not plan.communicates and len(plan.stages) == 1:
+        return held_without_moves(problem)
     # the caller's source stays while later stages run, unless it was given up
     aside = {} if plan.donate or not number else plan.phases[0][0].num_stored
     most = 0

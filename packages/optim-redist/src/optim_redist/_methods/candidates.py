@@ -144,26 +144,45 @@ def from_phases(method: str, request: Request, *, op: str | None = None) -> Cand
 
 
 def _num_rounds(request: Request, exchanges: Sequence[Exchange]) -> int:
-    """The rounds that keep every rank under the memory limit; 1 without a limit, or if rounds do not help.
+    """The rounds that keep every rank under the memory limit; 1 without a limit, or if no number of rounds can.
 
-    The first guess, from the memory that is left, is doubled until it suffices.
+    Where only the largest number of rounds falls short, it is that. The peak falls with the number of rounds, but for
+    rounding. So growing steps up from a lower bound find a number that suffices, and bisection the least one above
+    those that failed, to within a hundredth of it.
     """
-    if request.memory_limit is None:
+    limit = request.memory_limit
+    if limit is None or not exchanges:
         return 1
-    buffers_of_none = _peak_bytes(request, {}, {}, _MAX_ROUNDS)
-    rounds, room = 1, request.memory_limit - buffers_of_none
+
+    def fits(rounds: int) -> bool:
+        peaks = (_peak_bytes(request, exchange.fullest_round(rounds), {}, rounds) for exchange in exchanges)
+        return max(peaks) <= limit
+
+    if fits(1) or _peak_bytes(request, {}, {}, _MAX_ROUNDS) >= limit:
+        return 1
+    whole = [exchange.fullest_round(1) for exchange in exchanges]
     # more rounds than the busiest rank has elements cannot help
-    moved = [exchange.volumes for exchange in exchanges]
-    volumes = [n for found in moved for counts in (found.sent, found.received) for n in counts.values()]
-    while rounds <= min(max(volumes, default=1), _MAX_ROUNDS):
-        fullest = (exchange.fullest_round(rounds) for exchange in exchanges)
-        peak = max((_peak_bytes(request, most, {}, rounds) for most in fullest), default=0)
-        if peak <= request.memory_limit:
-            return rounds
-        if room <= 0:
-            return 1
-        rounds = 2 * rounds if rounds > 1 else max(2, -(-(peak - buffers_of_none) // room))
-    return 1
+    most = min(max(max(moved.values(), default=1) for moved in whole), _MAX_ROUNDS)
+    rounds = min(max(_least_rounds(request, limit, moved) for moved in whole), most)
+    failed, step = rounds - 1, max(1, rounds // 64)
+    while not fits(rounds):
+        if rounds == most:
+            return most
+        failed, rounds, step = rounds, min(rounds + step, most), 2 * step
+    while rounds - failed > 1 + rounds // 128:
+        middle = (failed + rounds) // 2
+        failed, rounds = (failed, middle) if fits(middle) else (middle, rounds)
+    return rounds
+
+
+def _least_rounds(request: Request, limit: int, moved: Mapping[int, int]) -> int:
+    """A lower bound on the rounds of an exchange: one of them has at least the mean of what a rank moves in all."""
+    found, width, partial = 2, request.itemsize, _partial_bytes(request)
+    for rank, (src, dst) in request.problem.num_stored.items():
+        buffers = moved.get(rank, 0) * width + partial
+        room = limit - (src + dst + request.aside.get(rank, 0)) * width
+        found = max(found, -(-buffers // room))
+    return found
 
 
 def _peak_bytes(request: Request, sent: Mapping[int, int], received: Mapping[int, int], rounds: int = 1) -> int:

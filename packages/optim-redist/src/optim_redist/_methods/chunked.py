@@ -6,7 +6,8 @@ rounds, so that all rounds move about equally much.
 
 Contributions to one element have to arrive in one round, but their boxes differ. So the target is cut instead: along
 its longest dimension what every coordinate needs is divided into equal parts, and round c moves what lies in part c of
-its receiver.
+its receiver. More rounds than this dimension is long cut the next longest too, so that the parts form a grid, which the
+rounds go through in row-major order.
 """
 
 from __future__ import annotations
@@ -85,51 +86,76 @@ def points_of(unit: int, steps: int, num_rounds: int, shift: int) -> list[int]:
 
 def largest_part(problem: Problem, num_rounds: int) -> Callable[[Point], int]:
     """A function from a target point to the elements of the largest part into which rounds of a reduction cut it."""
-    longest = longest_dim(problem)
+    grid = grid_of(problem, num_rounds)
 
     def part(point: Point) -> int:
-        if longest is None or num_rounds == 1:
-            return problem.num_needed(point)
-        length = problem.overlaps[longest].dst.sizes[point[longest]]
-        return problem.num_needed(point) // max(length, 1) * -(-length // num_rounds)
+        found = problem.num_needed(point)
+        for dim, count in grid:
+            length = problem.overlaps[dim].dst.sizes[point[dim]]
+            found = found // max(length, 1) * -(-length // count)
+        return found
 
     return part
 
 
-def longest_dim(problem: Problem) -> int | None:
-    """The dimension along which rounds of reductions cut the target, None for a scalar."""
-    return max(range(len(problem.overlaps)), key=lambda k: max(problem.overlaps[k].dst.sizes), default=None)
+def grid_of(problem: Problem, num_rounds: int) -> list[tuple[int, int]]:
+    """(dimension, parts) of the grid into which rounds of reductions cut the target; empty for a scalar."""
+    lengths = [max(o.dst.sizes) for o in problem.overlaps]
+    found, left = [], num_rounds
+    for dim in sorted(range(len(lengths)), key=lambda k: -lengths[k]):
+        count = min(left, lengths[dim])
+        if count > 1:
+            found.append((dim, count))
+            left //= count
+    return found
+
+
+def over_grid(parts: Sequence[Sequence[int]], num_rounds: int) -> list[int]:
+    """The elements of every round, from those of the parts along every dimension of the grid."""
+    found = [1]
+    for along in parts:
+        found = [count * more for count in found for more in along]
+    return found + [0] * (num_rounds - len(found))
 
 
 def _rounds_of_reduction(problem: Problem, phase: Phase, num_rounds: int) -> list[list[Transfer]]:
     """The transfers of every round, where the target is cut; all of a scalar comes in the first."""
-    longest = longest_dim(problem)
-    if longest is None:
-        return [list(phase.transfers), *([] for _ in range(num_rounds - 1))]
-    slabs = [_equal_parts(held, num_rounds) for held in problem.overlaps[longest].dst.sets]
+    grid = grid_of(problem, num_rounds)
+    slabs = [[_equal_parts(held, count) for held in problem.overlaps[dim].dst.sets] for dim, count in grid]
     rounds: list[list[Transfer]] = [[] for _ in range(num_rounds)]
     for t in phase.transfers:
-        for taking, slab in zip(rounds, slabs[problem.dst_points[t.receiver][longest]]):
-            part = intersect(t.box[longest], slab)
-            if part:
-                box = (*t.box[:longest], part, *t.box[longest + 1 :])
-                taking.append(Transfer(t.sender, t.receiver, box, t.read, t.contribution))
+        point = problem.dst_points[t.receiver]
+        # (round, box), cut along one dimension of the grid after the other
+        found = [(0, t.box)]
+        for (dim, count), along in zip(grid, slabs):
+            parts = [(c, intersect(t.box[dim], slab)) for c, slab in enumerate(along[point[dim]])]
+            found = [
+                (number * count + c, (*box[:dim], part, *box[dim + 1 :]))
+                for number, box in found
+                for c, part in parts
+                if part
+            ]
+        for number, box in found:
+            rounds[number].append(Transfer(t.sender, t.receiver, box, t.read, t.contribution))
     return rounds
 
 
 def _sizes_of_reduction(problem: Problem, num_rounds: int) -> Callable[[Transfer], list[int]]:
     """A function from a transfer to its elements in every round, as ``_rounds_of_reduction`` cuts it."""
-    longest = longest_dim(problem)
-    known: dict[tuple[int, IndexSet], list[int]] = {}
+    grid = grid_of(problem, num_rounds)
+    known: dict[tuple[tuple[int, IndexSet], ...], list[int]] = {}
 
     def sizes(t: Transfer) -> list[int]:
-        if longest is None:
-            return [t.num_elements] + [0] * (num_rounds - 1)
-        place, part = problem.dst_points[t.receiver][longest], t.box[longest]
-        found = known.get((place, part))
+        point = problem.dst_points[t.receiver]
+        key = tuple([(point[dim], t.box[dim]) for dim, _ in grid])
+        found = known.get(key)
         if found is None:
-            found = known[place, part] = part_sizes(problem.overlaps[longest].dst.sets[place], part, num_rounds)
-        others = t.num_elements // size(part)
+            parts = [
+                part_sizes(problem.overlaps[dim].dst.sets[place], part, count)
+                for (dim, count), (place, part) in zip(grid, key)
+            ]
+            found = known[key] = over_grid(parts, num_rounds)
+        others = t.num_elements // prod([size(part) for _, part in key])
         return found if others == 1 else [count * others for count in found]
 
     return sizes

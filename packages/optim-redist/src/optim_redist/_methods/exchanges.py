@@ -19,7 +19,7 @@ from itertools import pairwise
 from math import prod
 
 from optim_redist._methods.borders import crossings, volumes_of
-from optim_redist._methods.chunked import fullest_round, longest_dim, part_sizes, points_of, steps_of
+from optim_redist._methods.chunked import fullest_round, grid_of, over_grid, part_sizes, points_of, steps_of
 from optim_redist._methods.direct import direct_phases
 from optim_redist._methods.own import Receivers, is_in_order
 from optim_redist._methods.relay import relay_phases
@@ -82,25 +82,35 @@ def _volumes(problem: Problem, topology: Topology) -> Volumes:
 
 def _fullest_of_reduction(problem: Problem, num_rounds: int) -> dict[int, int]:
     """``fullest_round`` of contributions with one holder each, where rounds cut every target into equal parts."""
-    dim = longest_dim(problem)
-    assert dim is not None, "a scalar is not cut"
-    divided = problem.overlaps[dim]
-    others = [(k, o) for k, o in enumerate(problem.overlaps) if k != dim]
-    parts = [{j: part_sizes(divided.dst.sets[j], part, num_rounds) for j, part in row} for row in divided.from_src]
-    by_src, by_dst = [[0] * num_rounds for _ in parts], [[0] * num_rounds for _ in divided.dst.sizes]
-    for i, row in enumerate(parts):
-        for j, part in row.items():
-            _add(by_src[i], part)
-            _add(by_dst[j], part)
+    grid = grid_of(problem, num_rounds)
+    dims = [dim for dim, _ in grid]
+    others = [(k, o) for k, o in enumerate(problem.overlaps) if k not in dims]
+    # along every dimension of the grid: the parts of what coordinates i and j share, and their sums over j and over i
+    shared: list[list[dict[int, list[int]]]] = []
+    by_src: list[list[list[int]]] = []
+    by_dst: list[list[list[int]]] = []
+    for dim, count in grid:
+        divided = problem.overlaps[dim]
+        parts = [{j: part_sizes(divided.dst.sets[j], part, count) for j, part in row} for row in divided.from_src]
+        from_src, to_dst = [[0] * count for _ in parts], [[0] * count for _ in divided.dst.sizes]
+        for i, row in enumerate(parts):
+            for j, part in row.items():
+                _add(from_src[i], part)
+                _add(to_dst[j], part)
+        shared.append(parts)
+        by_src.append(from_src)
+        by_dst.append(to_dst)
 
     @cache
-    def most(i: int, sent: int, j: int, received: int, kept: int) -> int:
+    def most(src: Point | None, sent: int, dst: Point | None, received: int, kept: int) -> int:
         total = [0] * num_rounds
-        _add(total, by_src[i], sent)
-        _add(total, by_dst[j], received)
-        if kept:
+        if src is not None:
+            _add(total, over_grid([along[i] for along, i in zip(by_src, src)], num_rounds), sent)
+        if dst is not None:
+            _add(total, over_grid([along[j] for along, j in zip(by_dst, dst)], num_rounds), received)
+        if src is not None and dst is not None and kept:
             # what a rank keeps is neither sent nor received
-            _add(total, parts[i][j], -2 * kept)
+            _add(total, over_grid([along[i][j] for along, i, j in zip(shared, src, dst)], num_rounds), -2 * kept)
         return max(total)
 
     moved = {}
@@ -109,9 +119,11 @@ def _fullest_of_reduction(problem: Problem, num_rounds: int) -> dict[int, int]:
         sent = 0 if src is None else problem.dst_replicas * prod(o.src.sizes[src[k]] for k, o in others)
         received = 0 if dst is None else problem.num_contributions * prod(o.dst.sizes[dst[k]] for k, o in others)
         kept = 0
-        if src is not None and dst is not None and dst[dim] in parts[src[dim]]:
+        if src is not None and dst is not None and all(dst[dim] in along[src[dim]] for dim, along in zip(dims, shared)):
             kept = prod(o.common[src[k]].get(dst[k], 0) for k, o in others)
-        moved[rank] = most(src[dim] if src else 0, sent, dst[dim] if dst else 0, received, kept)
+        on_src = None if src is None else tuple([src[dim] for dim in dims])
+        on_dst = None if dst is None else tuple([dst[dim] for dim in dims])
+        moved[rank] = most(on_src, sent, on_dst, received, kept)
     return moved
 
 
