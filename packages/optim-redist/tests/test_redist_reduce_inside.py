@@ -127,6 +127,24 @@ def test_large_reductions_between_nodes_go_this_way_unless_the_order_is_fixed() 
         plan((8, 8), "bf16", src, dst, cost_model=model, deterministic=True, planners=["hierarchical"])
 
 
+def test_a_fixed_order_takes_no_sequence_of_several_reductions() -> None:
+    mesh = Mesh((2, 2, 2))
+    src, dst = Layout(mesh, [2], {0: "sum", 1: "sum"}), Layout(mesh, [(1, 2, 0)])
+    # with nothing but volume to pay for, reducing over one axis after the other is cheaper
+    model = CommModel("slow", Topology.flat(bandwidth=1e3, latency=0.0), {}, 1e18, 0.0)
+    free, fixed = (
+        plan((1024,), "bf16", src, dst, cost_model=model, budget=20_000, deterministic=fixed) for fixed in (False, True)
+    )
+    assert [step.op for step in free.steps].count("reduce_scatter") == 2
+    assert sum(problem.num_contributions > 1 for problem in fixed.problems) == 1
+    with pytest.raises(RedistError, match="none of the planners"):
+        plan((1024,), "bf16", src, dst, deterministic=True, planners=["collectives"])
+    # one collective that reduces everything keeps the order
+    once = Layout(mesh, [2], {0: "sum"}), Layout(mesh, [(2, 0)])
+    made = plan((1024,), "bf16", *once, deterministic=True, planners=["collectives"])
+    assert [step.op for step in made.steps] == ["reduce_scatter"]
+
+
 def test_what_is_dealt_out_is_not_split_further() -> None:
     # the only dimension is not divided by chunks, and a scalar has none
     for shape, dims in (((64,), [(1, Cyclic(1))]), ((), [])):

@@ -8,7 +8,8 @@
     scatter       a reduction: each contributor combines a part, then the finished parts move on
     hierarchical  every group fetches what it lacks once, then shares it; reductions run inside the groups first
     collectives   the best sequence of plain collectives that never holds more than the larger of source and target;
-                  searched if asked for by name or by a budget
+                  searched if asked for by name or by a budget; no plan of a deterministic reduction if it reduces in
+                  several steps
     notebook      the operations that the notebook's ``OptimalRedist`` finds where ``MultiAxisDist`` expresses both
                   sides; only if asked for by name, as its search takes milliseconds on three mesh axes and up to
                   seconds on four or five
@@ -203,6 +204,9 @@ def _collectives(request: Request, limits: Bounds) -> Candidate | None:
     problem = request.problem
     steps = search_collectives(problem.shape, problem.src, problem.dst, max_expansions=request.budget or 20_000)
     if not steps:
+        return None
+    # each reducing step rounds its results, and starts the order of ranks anew
+    if request.deterministic and sum(step.op in ("all_reduce", "reduce_scatter") for step in steps) > 1:
         return None
     layouts = [(step.op, step.layout) for step in steps]
     # the last state is the target, written on the mesh of prime factors; the plan ends in the target as given
