@@ -116,6 +116,11 @@ def test_placements_of_kinds_that_need_a_shape():
         format_layout(layout, "placements")
     with pytest.raises(LayoutError, match="pass shape"):
         format_layout(Layout(Mesh(2), [(0, Cyclic(1))]), "placements")
+    # strided shards whose axes cut in another order, or flat, are read back as other layouts
+    for axes, factors, is_flat in (((1, 0), (2, 1), False), ((1, 0), (1, 2), False), ((0, 1), (2, 1), True)):
+        with pytest.raises(LayoutError, match="pass shape"):
+            format_layout(Layout(Mesh((2, 2)), [(axes, Strided(factors, is_flat))]), "placements")
+    assert format_layout(Layout(Mesh((2, 2)), [((0, 1), Strided((2, 1)))]), "placements") == "_S(0,2), S(0)"
     assert format_layout(Layout(Mesh(2), [0]), "placements") == "S(0)"
     assert format_layout(layout, "placements", (8, 8)) == "S(0), S(0)"
     # as axis 1 and then axis 0 cut 9 indices into chunks of chunks, which no split factor says

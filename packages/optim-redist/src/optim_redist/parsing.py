@@ -289,14 +289,16 @@ def _parse_placement(item: str) -> Placement:
     )
 
 
+def _is_chunked(split: Split) -> bool:
+    """Whether placements say the same for every size: chunks, or strided ones in the order in which they are read."""
+    if isinstance(split.kind, Strided):
+        return not split.kind.flat and list(split.axes) == sorted(split.axes)
+    return isinstance(split.kind, Chunk) or (isinstance(split.kind, Block) and len(split.axes) == 1)
+
+
 def _placements_text(layout: Layout, shape: Sequence[int] | None) -> str:
     if shape is None:
-        chunked = (
-            isinstance(split.kind, Chunk | Strided) or (isinstance(split.kind, Block) and len(split.axes) == 1)
-            for split in layout.dims
-            if split is not None
-        )
-        if not all(chunked):
+        if not all(split is None or _is_chunked(split) for split in layout.dims):
             raise LayoutError(f"{layout}: only a shape tells whether torch's chunks say the same; pass shape")
         shape = (0,) * layout.num_dims
     placements, order = placements_of(layout, shape)
