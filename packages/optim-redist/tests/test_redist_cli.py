@@ -451,8 +451,11 @@ def test_pictures_in_files(capsys, tmp_path):
     ("text", "message"),
     [
         ("plan", "is no JSON: Expecting value"),
-        ("[]", "an object of this package, got a JSON list"),
-        ('{"format": "optim-redist.plan/1", "shape": [8]}', "optim-redist.plan/1 has other fields: ['alternatives'"),
+        ("[]", "plan.json: an object of this package, got a JSON list"),
+        (
+            '{"format": "optim-redist.plan/1", "shape": [8]}',
+            "plan.json: optim-redist.plan/1 has other fields: ['alternatives'",
+        ),
         (
             '{"format": "optim-redist.examples/1", "redistributions": [{"shape": [2]}]}',
             "plan.json is damaged: KeyError: 'name'",

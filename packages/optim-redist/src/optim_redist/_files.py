@@ -24,10 +24,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn errors over missing or mistyped content of a file into a ``RedistError`` that names the file."""
+    """Make errors over a file's content name the file; those over missing or mistyped content are a ``RedistError``."""
     try:
         yield
-    except RedistError:
-        raise
+    except RedistError as error:
+        if str(path) in str(error):
+            raise
+        raise type(error)(f"{path}: {error}") from error
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise RedistError(f"{path} is damaged: {type(error).__name__}: {error}") from error
