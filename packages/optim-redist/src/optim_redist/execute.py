@@ -115,7 +115,8 @@ def redistribute_local(
         group: whose ranks take part; by default the ranks of both layouts.
         out: where to put the result. It must not share memory with ``tensor``, unless it is ``tensor`` itself and all
             of this rank's part stays; nor require a gradient while autograd records. In a plan of several steps ``out``
-            is held from the first step on; the call is refused if that exceeds ``memory_limit``.
+            is held from the first step on, and beside a source that would stay whole without it; the call is refused if
+            that exceeds ``memory_limit``.
         dtype: needed where ``tensor`` is None, else the tensor's own.
         device: where a rank without ``tensor`` and ``out`` exchanges and gets its part; by default the CUDA device of a
             group that has NCCL, else the CPU.
@@ -130,10 +131,11 @@ def redistribute_local(
         LayoutError: if the tensor's shape is not what the layout says, or ``out`` lies in the tensor's memory or on
             another device.
         PlanMismatchError: if ranks call with different shapes, dtypes, layouts or options, and none of their plans has
-            run before. A rank whose plan has run does not compare it again; then the other ranks wait for it or fail
-            in the backend.
+            run before. A rank whose plan has run does not compare it again, and a rank in whose plan nothing moves has
+            none to compare; then the other ranks wait for it or fail in the backend. So do ranks that call with layouts
+            on different sets of ranks, which make different process groups, unless ``group`` is given.
         UnsupportedError: if autograd records and ``tensor`` or ``out`` requires a gradient, which would be lost; or if
-            ``memory_limit`` has no room for ``out`` beside the plan's earlier steps, or for the copy that resolves a
+            ``memory_limit`` has no room for ``out`` beside what the plan counts, or for the copy that resolves a
             pending conjugation or negation of ``tensor``.
     """
     if out is not None and out.requires_grad and torch.is_grad_enabled():
