@@ -444,6 +444,22 @@ def test_groups_and_buffers_of_other_sizes_are_refused(tmp_path):
     assert "seen: shape (4,), this run has (3,)" in str(raised.value)
 
 
+@pytest.mark.parametrize("was_frozen", [False, True])
+def test_what_is_frozen_on_one_side_alone_is_refused_once(tmp_path, was_frozen):
+    def build_with(is_frozen):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[0].requires_grad_(not is_frozen)
+        return model, TritonDistAdamW([p for p in model.parameters() if p.requires_grad])
+
+    checkpoint.save(tmp_path / "x", *build_with(was_frozen))
+    with pytest.raises(checkpoint.CheckpointError) as raised:
+        checkpoint.load(tmp_path / "x", *build_with(not was_frozen))
+    told = "frozen in the checkpoint, trained here" if was_frozen else "trained in the checkpoint, frozen here"
+    for name in ("0.weight", "0.bias"):
+        (line,) = (line for line in str(raised.value).splitlines() if name in line)
+        assert f"{name}: {told}; load before " in line
+
+
 def test_buffers_and_frozen_parameters_of_another_kind_of_number_are_refused(tmp_path):
     def build_in(dtype):
         model = nn.Linear(2, 2)

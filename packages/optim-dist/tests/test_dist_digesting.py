@@ -4,6 +4,7 @@ import errno
 import hashlib
 import os
 import random
+import resource
 import threading
 
 import pytest
@@ -101,6 +102,19 @@ def test_what_fails_between_writes_ends_the_threads(tmp_path):
 
     with pytest.raises(KeyError):
         write_durably(tmp_path / "x", write)
+    assert not _threads()
+
+
+def test_a_full_disk_is_what_torch_save_reports(tmp_path):
+    """Not that torch's own writer found its file too short, which it raises over the error."""
+    tensors = [torch.ones(CHUNK) for _ in range(3)]
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * CHUNK, hard[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_durably(tmp_path / "x", lambda stream: torch.save(tensors, stream))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, hard)
     assert not _threads()
 
 

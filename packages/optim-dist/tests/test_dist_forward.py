@@ -5,6 +5,7 @@ training differs from that with ``overlap=False``. All scenarios run in one laun
 """
 
 import copy
+import gc
 import pickle
 from types import SimpleNamespace
 
@@ -215,6 +216,58 @@ def a_use_that_turns_up_late_is_an_error(rank, world_size):
     optimizer.wait()
     net(x, True).backward()
     optimizer.step()
+
+
+@scenario(2)
+def an_evaluation_before_training_does_not_hide_a_use(rank, world_size):
+    net = Late(device_of(rank))
+    optimizer = TritonDistAdamW(net.named_parameters(), model=net, bucket_mb=1e-4)
+    twin = Late(device_of(rank))
+    twin.load_state_dict(net.state_dict())
+    plain = TritonDistAdamW(twin.named_parameters(), overlap=False)
+    delay_gathers(optimizer)
+    x = torch.ones(1, 20, device=device_of(rank))
+    for _ in range(3):
+        with torch.no_grad():
+            assert torch.equal(net(x, False), twin(x, False))
+        for model, its in ((net, optimizer), (twin, plain)):
+            model(x, True).backward()
+            its.step()
+            its.zero_grad()
+
+
+@scenario(2)
+def what_no_module_holds_may_be_used_from_some_step_on(rank, world_size):
+    net = Late(device_of(rank))
+    scale = nn.Parameter(torch.ones(20, device=device_of(rank)))
+    optimizer = TritonDistAdamW([*net.named_parameters(), ("scale", scale)], model=net, bucket_mb=1e-4)
+    delay_gathers(optimizer)
+    x = torch.ones(1, 20, device=device_of(rank))
+    for step in range(4):
+        (net(x, False) + (scale.sum() if step > 1 else 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # two steps of Adam's with equal gradients
+    expected = torch.ones(20, device=device_of(rank))
+    for _ in range(2):
+        expected = expected * (1 - 1e-3 * 1e-2) - 1e-3
+    torch.testing.assert_close(scale.detach(), expected)
+
+
+@scenario(2)
+def a_model_whose_optimizer_is_gone_is_whole(rank, world_size):
+    """Where parameters are read at once, without any forward pass that could wait."""
+    net, twin = (Net(device_of(rank)) for _ in range(2))
+    optimizer = optimizer_of(net)
+    delay_gathers(optimizer)
+    losses(rank, net, optimizer, steps=2)
+    losses(rank, twin, optimizer_of(twin, overlap=False), steps=2)
+    assert any(bucket.gathering is not None for bucket in optimizer._bucketed.buckets)
+    del optimizer
+    gc.collect()
+    for (name, found), wanted in zip(net.named_parameters(), twin.parameters()):
+        assert torch.equal(found, wanted), name
+    assert torch.equal(net(tokens(rank, 0)), twin(tokens(rank, 0)))
 
 
 @scenario(2)

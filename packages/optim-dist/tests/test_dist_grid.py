@@ -165,6 +165,20 @@ def checkpoints_go_from_grids_to_lines_and_back(rank, world_size):
 
 
 @scenario(4)
+def grids_in_any_order_that_groups_can_have(rank, world_size):
+    """Rows in one order, columns in one order; others are refused, as groups number their ranks from the lowest up."""
+    kind = device_of(dist.get_rank()).type
+    expected = train(rank, 1, MODEL, world_size, {"process_group": alone(rank)})
+    for rows in ([[1, 0], [3, 2]], [[2, 3], [0, 1]]):
+        options = {"mesh": DeviceMesh(kind, rows), "reducer": "exact"}
+        assert_equal(train(rank, world_size, MODEL, 0, options)["parameters"], expected["parameters"], f"{rows}")
+    for rows in ([[0, 1], [3, 2]], [[3, 1], [0, 2]], [[0, 3], [1, 2]]):
+        mesh = DeviceMesh(kind, rows)
+        with pytest.raises(ValueError, match=r"the same order in every row .* such as \[\[0, 1\], \[2, 3\]\]"):
+            TritonDistAdamW([nn.Parameter(torch.ones(8, device=device_of(rank)))], mesh=mesh)
+
+
+@scenario(4)
 def grids_of_one_row_or_column_are_lines(rank, world_size):
     for sizes in ((1, 4), (4, 1)):
         parameter = nn.Parameter(torch.ones(10, device=device_of(rank)))

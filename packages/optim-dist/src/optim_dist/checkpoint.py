@@ -35,6 +35,7 @@ from optim_dist._checkpoint.codes import decode_where_cut
 from optim_dist._checkpoint.contents import (
     compare_groups,
     compare_rest,
+    differently_frozen,
     load_groups,
     load_rest,
     named_specs,
@@ -185,10 +186,14 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
         sent = surveyed.common_file(folder, communicator)
         rest, specs = rest_of_model(model, opt), named_specs(opt, model)
         if manifest is not None:
-            problems += manifests.compare(manifest, specs)
             if surveyed.common_readers:
                 common = _read(folder, manifests.COMMON, sent=sent)
-                problems += compare_rest(common["model"], rest)
+            saved_rest = common.get("model", {})
+            differing = differently_frozen(manifest, specs, saved_rest, rest)
+            problems += differing.values()
+            problems += manifests.compare(manifest, specs, but=differing)
+            if surveyed.common_readers:
+                problems += compare_rest(saved_rest, rest, but=differing)
                 # checkpoints of version 0.3 have no members
                 problems += compare_groups(common["groups"], common.get("members", {}), opt, specs)
             for saved_rank in (number for number, reader in enumerate(surveyed.readers) if reader == communicator.rank):

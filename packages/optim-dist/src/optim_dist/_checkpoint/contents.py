@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from optim_dist._checkpoint.codes import in_files, whole_shape
 from optim_dist._checkpoint.common import without_numpy_scalars
-from optim_dist._checkpoint.manifest import SavedParameter, SavedState
+from optim_dist._checkpoint.manifest import Manifest, SavedParameter, SavedState
 from optim_dist._checkpoint.reshard import VALUE
 from optim_dist._checkpoint.rows import Part, row_pieces, to_rows
 from optim_dist._checkpoint.staging import ToHost, on_host
@@ -188,10 +188,23 @@ def load_rest(model: nn.Module | None, mine: Mapping[str, Any], saved: Mapping[s
         model.load_state_dict({**saved, **cut}, strict=False)
 
 
-def compare_rest(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
-    """How the rest of the saved model differs from this one's."""
-    problems = [f"{name}: not in the checkpoint" for name in mine if name not in saved]
-    problems += [f"{name}: in the checkpoint, not in this model" for name in saved if name not in mine]
+def differently_frozen(
+    manifest: Manifest, specs: Sequence[ParameterSpec], saved_rest: Mapping[str, Any], rest: Mapping[str, Any]
+) -> dict[str, str]:
+    """What to do about each parameter that is trained in the checkpoint and frozen here, or the other way round."""
+    trained, saved = {spec.name for spec in specs}, {entry.name for entry in manifest.parameters}
+    advice = dict.fromkeys(saved & rest.keys(), "trained in the checkpoint, frozen here; load before freezing it")
+    frozen = trained & saved_rest.keys()
+    advice |= dict.fromkeys(frozen, "frozen in the checkpoint, trained here; load before unfreezing it")
+    return {name: f"{name}: {advice[name]}" for name in sorted(advice.keys() - (trained & saved))}
+
+
+def compare_rest(saved: Mapping[str, Any], mine: Mapping[str, Any], *, but: Container[str] = ()) -> list[str]:
+    """How the rest of the saved model differs from this one's, except for names in ``but``."""
+    problems = [f"{name}: not in the checkpoint" for name in mine if name not in saved and name not in but]
+    problems += [
+        f"{name}: in the checkpoint, not in this model" for name in saved if name not in mine and name not in but
+    ]
     for name in mine.keys() & saved.keys():
         if name.rpartition(".")[2] == EXTRA_STATE:
             continue

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any, cast
@@ -141,9 +141,10 @@ def _digest(described: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 
-def compare(manifest: Manifest, specs: Sequence[ParameterSpec]) -> list[str]:
-    """How the saved parameters differ from those of this run."""
-    saved = {entry.name: entry for entry in manifest.parameters}
+def compare(manifest: Manifest, specs: Sequence[ParameterSpec], *, but: Container[str] = ()) -> list[str]:
+    """How the saved parameters differ from those of this run, except for names in ``but``."""
+    saved = {entry.name: entry for entry in manifest.parameters if entry.name not in but}
+    specs = [spec for spec in specs if spec.name not in but]
     problems = [f"{spec.name}: not in the checkpoint" for spec in specs if spec.name not in saved]
     wanted = {spec.name for spec in specs}
     problems += [f"{name}: in the checkpoint, not in this model" for name in saved if name not in wanted]
@@ -203,9 +204,18 @@ def write_durably(file: Path, write: Callable[[IO[bytes]], object]) -> list[Any]
     """Make a file of what ``write`` puts into a stream, and flush it to the disk; return its size and digest.
 
     The stream only appends, and cannot seek.
+
+    Raises:
+        OSError: the disk is full, say.
     """
     with file.open("wb") as raw, DigestingStream(raw) as stream:
-        write(cast(IO[bytes], stream))
+        try:
+            write(cast(IO[bytes], stream))
+        except RuntimeError as error:
+            # torch's writer ends its file behind the error, and finds it too short
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
         return list(stream.finish())
 
 

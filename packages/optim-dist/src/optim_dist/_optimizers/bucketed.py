@@ -106,7 +106,7 @@ class BucketedParameters:
             if self._gathers is not None:
                 self._gathers.close()
             self._gathers = ForwardGathers(options.model, self.buckets)
-            weakref.finalize(self, self._gathers.close)
+            weakref.finalize(self, self._gathers.release, self._communicator).atexit = False
         self._order = self._in_order()
         if self._gathers is not None and isinstance(self.reduction, BackwardReduction):
             self.reduction.arrange(self._order)

@@ -5,9 +5,10 @@ modules' ``state_dict`` and ``load_state_dict``, and the first module that runs 
 
 Hooks do not see a parameter that is used without the forward of a module that holds it (the output projection of
 ``nn.MultiheadAttention``, a weight handed to ``F.linear``), nor one inside a compiled region that is no module of the
-model. Such a parameter has a gradient though none of its modules has run. The first step, before which nothing is in
-flight, finds such parameters; from then on every step waits for their buckets at its end. One that turns up later
-may have been read before its gather ended, and is an error.
+model. Such a parameter has a gradient though none of its modules has run with gradients. The first step, before which
+nothing is in flight, finds such parameters; from then on every step waits for their buckets at its end. One that turns
+up later may have been read before its gather ended, and is an error. Not found is a parameter that is read before its
+module runs in the same pass.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.storage import Member, ParameterBucket
 
 
@@ -48,6 +50,10 @@ class ForwardGathers:
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
             self._handles.append(module.register_state_dict_pre_hook(self._before_state))
             self._handles.append(module.register_load_state_dict_pre_hook(self._before_state))
+        hooked = {id(member) for held in self._held.values() for _, member in held}
+        for bucket, member in self._members():
+            if id(member) not in hooked:
+                bucket.waits_at_step = True
 
     def check(self) -> None:
         """Before a step: find parameters that hooks do not see; no gather is in flight afterwards.
@@ -95,6 +101,17 @@ class ForwardGathers:
                 member.entered = True
                 bucket.finish_gathering()
 
+    def release(self, communicator: Communicator) -> None:
+        """Close when the optimizer is gone: whoever kept the model cannot wait for what its last step left in flight.
+
+        Waits for nothing if ranks are known to be lost.
+        """
+        try:
+            if self.in_flight and communicator.is_usable:
+                self.wait()
+        finally:
+            self.close()
+
     def close(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
@@ -133,7 +150,8 @@ class ForwardGathers:
         if self.in_flight and not torch.is_grad_enabled():
             self.wait()
         for bucket, member in held:
-            member.entered = True
+            # an evaluation does not tell how training uses a parameter
+            member.entered |= torch.is_grad_enabled()
             bucket.finish_gathering()
 
     def _before_state(self, *arguments: Any) -> None:

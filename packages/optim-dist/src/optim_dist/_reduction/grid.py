@@ -39,9 +39,11 @@ class GridCommunicator(Communicator):
         self._shard = Communicator(mesh.get_group(1), device, timeout, duplicate_of)
         self._parts = (self._all_ranks, self._replicate, self._shard)
         self.traffic = self._replicate.traffic = self._shard.traffic = self._all_ranks.traffic
+        places = self._all_ranks.gather_json([self._replicate.rank, self._shard.rank])
+        _check_order(mesh.mesh.tolist(), dict(zip(self._all_ranks.ranks, map(tuple, places))))
         self.rank = self._shard.rank * self._replicate.world_size + self._replicate.rank
         # the chunk of every rank, in the order of global ranks
-        self._chunks: list[int] = [chunk for (chunk,) in self._all_ranks.gather_json([self.rank])]
+        self._chunks: list[int] = [shard * self._replicate.world_size + replicate for replicate, shard in places]
         self.ranks = [self._all_ranks.ranks[self._chunks.index(chunk)] for chunk in range(self.world_size)]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.waits_on_host = self._stream is None
@@ -95,6 +97,27 @@ class GridCommunicator(Communicator):
             works.append(second())
             works[1].wait()
             return Recorded(self._stream.record_event(), self.device, works)
+
+
+def _check_order(rows: list[list[int]], places: dict[int, tuple[int, int]]) -> None:
+    """Refuse a mesh whose rows, or columns, are in different orders.
+
+    Backends number a group's ranks from the lowest up, whatever their order in the mesh. So the number of a rank in its
+    row and in its column is its place in the grid only if rows are ordered alike, and columns.
+
+    Args:
+        rows: the mesh.
+        places: of each rank, its number in the groups of the first and of the second dimension.
+    """
+    columns = [list(column) for column in zip(*rows)]
+    in_rows = all(len({places[rank][0] for rank in row}) == 1 for row in rows)
+    in_columns = all(len({places[rank][1] for rank in column}) == 1 for column in columns)
+    if not (in_rows and in_columns):
+        raise ValueError(
+            f"mesh={rows}: backends number the ranks of each row and column from the lowest up, which must be the same "
+            "order in every row and in every column; give a mesh such as "
+            f"{torch.tensor(rows).flatten().sort().values.view(len(rows), -1).tolist()}"
+        )
 
 
 def _group_of(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup | None:
