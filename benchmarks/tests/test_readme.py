@@ -20,7 +20,7 @@ def commands() -> list[str]:
 
 
 def test_examples_run() -> None:
-    assert run_readme(README) == 4
+    assert run_readme(README) == 5
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if "train_gpt.py" in c])

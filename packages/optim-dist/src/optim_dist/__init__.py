@@ -1,4 +1,4 @@
-"""ZeRO-2 AdamW and Muon on ``torch.distributed``: any shape, any world size, at the wire's floor."""
+"""Data-parallel AdamW and Muon on ``torch.distributed``: each rank updates its part; any shape, any number of ranks."""
 
 from optim_dist import checkpoint, elastic
 from optim_dist._optimizers.options import CommonOptions, Options
