@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from itertools import combinations, product
 from math import ceil, prod
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redist_cases import EXAMPLES, FAMILIES, Case, elements_of, example_case, example_cases, random_case
 
-from optim_redist import Block, Chunk, Cyclic, Layout, Mesh, Topology, bounds
+from optim_redist import Block, Chunk, CommModel, Cyclic, Layout, Mesh, Topology, bounds, plan
 from optim_redist._methods.direct import direct_phases
 from optim_redist.errors import RedistError
 from optim_redist.lower_bounds import crossing
@@ -288,3 +289,36 @@ def test_nodes_are_the_ranks_of_a_host() -> None:
     for wrong in ([], "", "node0"):
         with pytest.raises(RedistError, match=rf"hosts is {re.escape(repr(wrong))}; give a list of the host name"):
             Topology.from_hosts(wrong)
+
+
+@pytest.mark.parametrize("latency", [0.0, 1e-4, 1.0], ids=["none", "small", "large"])
+@pytest.mark.parametrize("curved", [False, True], ids=["flat", "curve"])
+def test_no_plan_is_faster_than_the_bound(latency: float, curved: bool) -> None:
+    # bytes that take as long as the latencies, also on small tensors
+    curve = ((16.0, 2e-4), (64.0, 3e-4), (1024.0, 6e-3))
+    known = CommModel("slow", Topology.flat(bandwidth=2e5, latency=1e-4), {"all_to_all": curve} if curved else {})
+    for seed in range(60):
+        case = random_case(seed, FAMILIES + "P")
+        made_for = (
+            (known, None),
+            (known, Topology.nodes(2, bandwidth=1e5, rank_bandwidth=1e9, latency=latency)),
+            (replace(known, topology=Topology.nodes(3, bandwidth=1e3, rank_bandwidth=1e3, latency=latency)), None),
+            (replace(known, topology=Topology.flat(bandwidth=1e3, latency=latency)), None),
+        )
+        for model, topology in made_for:
+            made = plan(case[0], "bf16", *case[1:], cost_model=model, topology=topology)
+            assert made.time >= made.bounds.seconds
+            assert made.gap >= 0
+            assert bounds(case[0], *case[1:], made.topology).seconds == made.bounds.seconds
+
+
+def test_borders_have_latencies_of_their_own() -> None:
+    src, dst = Layout(Mesh(4), [0, None]), Layout(Mesh(4), [None, 0])
+    shape = (1024, 1024)
+    crossing = 2 * 2**18 / 2e9  # half of what a node needs, by two ports
+    for latency in (0.0, 1e-6, 1.0):
+        found = bounds(shape, src, dst, Topology.nodes(2, bandwidth=1e9, latency=latency))
+        assert found.seconds == pytest.approx(latency + crossing)
+    # what stays in its node crosses no border
+    inside = Layout(Mesh((2, 2)), [1, None]), Layout(Mesh((2, 2)), [None, 1])
+    assert bounds(shape, *inside, Topology.nodes(2, latency=1.0)).seconds < 1e-3

@@ -16,7 +16,7 @@ import hashlib
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 from math import exp, log
 from numbers import Real
@@ -225,6 +225,26 @@ class CommModel:
         if not curve:
             return self.call_seconds + self.topology.latency + num_bytes / self.topology.rank_bandwidth
         return self.call_seconds + interpolate(curve, num_bytes)
+
+    @lazy
+    def _measured(self) -> tuple[float, float] | None:
+        """The latency and bandwidth of a rank by the curve of exchanges, if there is one."""
+        curve = self.curves.get("all_to_all")
+        return latency_and_bandwidth(curve) if curve else None
+
+    def in_groups_of(self, topology: Topology) -> CommModel:
+        """The model with the groups of another topology; inside them, ranks stay as fast as the curve has measured."""
+        if self._measured is not None:
+            latency, bandwidth = self._measured
+            topology = replace(topology, latency=latency, rank_bandwidth=bandwidth)
+        return self if topology == self.topology else replace(self, topology=topology)
+
+    @lazy
+    def consistent(self) -> CommModel:
+        """The model itself, or with a topology that predicts no exchange to be slower than the curve does."""
+        curve, topology = self.curves.get("all_to_all", ()), self.topology
+        below = all(topology.latency + b / topology.rank_bandwidth <= seconds for b, seconds in curve)
+        return self if below else self.in_groups_of(topology)
 
     def border_seconds(self, level: str, num_bytes: float) -> float:
         """Time for ``num_bytes`` to cross the border of one group of a level."""

@@ -69,7 +69,8 @@ class Bounds(NamedTuple):
         memory: elements that the fullest rank holds of source and target together.
         live: elements of source or target, whichever is larger, on the rank where that is most.
         live_src: elements of the source on the fullest rank.
-        seconds: least time, the topology's latency plus bytes over bandwidth; 0 without a topology.
+        seconds: least time, latency plus bytes over bandwidth of the busiest rank or the busiest border; 0 without a
+            topology.
     """
 
     recv: int
@@ -131,12 +132,20 @@ def bounds_of(problem: Problem, topology: Topology | None = None, *, itemsize: i
             for level, group, bandwidth in _borders(problem, topology)
         ]
     )
-    seconds = 0.0
-    if topology is not None and lb:
-        crossing = [max(c.inbound, c.outbound) * itemsize / c.bandwidth for c in cuts if c.bandwidth]
-        seconds = topology.latency + max([lb * itemsize / topology.rank_bandwidth, *crossing])
+    seconds = 0.0 if topology is None or not lb else _least_seconds(lb * itemsize, cuts, topology, itemsize)
     live_src = max(problem.held_sizes.values()) if not problem.is_even else problem.held_by_all
     return Bounds(recv, send, reduction, lb, kind, direct_recv, direct_send, cuts, memory, live, live_src, seconds)
+
+
+def _least_seconds(num_bytes: int, cuts: Sequence[Cut], topology: Topology, itemsize: int) -> float:
+    """What the busiest rank, or any border, needs for its bytes after the latency of its own level."""
+    seconds = topology.latency + num_bytes / topology.rank_bandwidth
+    latencies = {level.name: level.latency for level in topology.levels}
+    for cut in cuts:
+        crossing = max(cut.inbound, cut.outbound)
+        if cut.bandwidth and crossing:
+            seconds = max(seconds, latencies[cut.level] + crossing * itemsize / cut.bandwidth)
+    return seconds
 
 
 def _stored(problem: Problem) -> tuple[int, int]:

@@ -67,7 +67,8 @@ def plan(
         shape: the global shape.
         dtype: a ``torch.dtype`` or its name.
         cost_model: seconds and bytes of the machine; a flat one by default.
-        topology: groups of ranks, in place of the cost model's.
+        topology: groups of ranks, in place of the cost model's. A model with a curve for "all_to_all" keeps what it
+            measured as latency and bandwidth of a rank.
         memory_limit: bytes that no rank may exceed with source, target and buffers together.
         donate: the source may be given up once it has been read.
         relabel: the target's ranks may be renumbered so that most data stays; ``Plan.dst`` has the new numbers.
@@ -95,8 +96,7 @@ def plan(
         if dst.partial:
             check_started(Problem(shape, src, dst).started_ops, name)
         model = cost_model or CommModel.preset("flat")
-        if topology is not None and topology != model.topology:
-            model = replace(model, topology=topology)
+        model = model.consistent if topology is None else model.in_groups_of(topology)
         if relabel:
             dst = relabelled(Problem(shape, src, dst))
         # whole bytes, so that equal limits are written alike in every plan's canonical text
