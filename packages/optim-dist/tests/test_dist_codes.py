@@ -482,8 +482,7 @@ def sizes_of_files(rank, world_size, folder):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_checkpoints_hold_codes(backend, tmp_path):
-    if world_sizes(backend, (2,)):
-        run_ranks(sizes_of_files, 2, str(tmp_path), backend=backend)
+    run_ranks(sizes_of_files, 2, str(tmp_path), backend=backend)
 
 
 def from_and_to_shards(rank, world_size, folder):
@@ -503,5 +502,4 @@ def from_and_to_shards(rank, world_size, folder):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_codes_come_back_from_shards(backend, tmp_path):
-    if world_sizes(backend, (2,)):
-        run_ranks(from_and_to_shards, 2, str(tmp_path), backend=backend)
+    run_ranks(from_and_to_shards, 2, str(tmp_path), backend=backend)

@@ -398,8 +398,7 @@ def gathered(rank, world_size):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_torch_gathers_states_whose_options_are_dtypes(backend):
-    if world_sizes(backend, (2,)):
-        run_ranks(gathered, 2, backend=backend)
+    run_ranks(gathered, 2, backend=backend)
 
 
 def flattened(rank, world_size):
@@ -443,8 +442,7 @@ def flattened(rank, world_size):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_flattened_states_bring_masters_back(backend):
-    if world_sizes(backend, (2,)):
-        run_ranks(flattened, 2, backend=backend)
+    run_ranks(flattened, 2, backend=backend)
 
 
 def looked_at(rank, world_size, folder):
@@ -484,5 +482,4 @@ def looked_at(rank, world_size, folder):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_any_rank_may_look_at_its_state(backend, tmp_path):
-    if world_sizes(backend, (2,)):
-        run_ranks(looked_at, 2, str(tmp_path), backend=backend)
+    run_ranks(looked_at, 2, str(tmp_path), backend=backend)

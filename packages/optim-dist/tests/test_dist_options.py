@@ -101,8 +101,7 @@ def other_matrices(rank, world_size, folder):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_other_matrices_than_those_of_the_plan_are_refused(backend, tmp_path):
-    if world_sizes(backend, (2,)):
-        run_ranks(other_matrices, 2, str(tmp_path), backend=backend)
+    run_ranks(other_matrices, 2, str(tmp_path), backend=backend)
 
 
 def other_kind(rank, world_size):
@@ -120,8 +119,7 @@ def other_kind(rank, world_size):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_groups_of_another_kind_are_refused(backend):
-    if world_sizes(backend, (2,)):
-        run_ranks(other_kind, 2, backend=backend)
+    run_ranks(other_kind, 2, backend=backend)
 
 
 def other_storage(rank, world_size):
@@ -150,8 +148,7 @@ def other_storage(rank, world_size):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_groups_may_store_their_state_otherwise_from_some_step_on(backend):
-    if world_sizes(backend, (2,)):
-        run_ranks(other_storage, 2, backend=backend)
+    run_ranks(other_storage, 2, backend=backend)
 
 
 def storage_that_cannot_be(rank, world_size):
@@ -178,8 +175,7 @@ def storage_that_cannot_be(rank, world_size):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_storage_that_a_group_cannot_have_is_refused_at_the_step(backend):
-    if world_sizes(backend, (2,)):
-        run_ranks(storage_that_cannot_be, 2, backend=backend)
+    run_ranks(storage_that_cannot_be, 2, backend=backend)
 
 
 def no_gradient_at_all(rank, world_size):
@@ -218,8 +214,7 @@ def test_adamw_skips_missing_gradients_whatever_its_group_says(backend, world_si
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_gradient_that_no_rank_has_is_an_error_on_all(backend):
-    if world_sizes(backend, (2,)):
-        run_ranks(no_gradient_at_all, 2, backend=backend)
+    run_ranks(no_gradient_at_all, 2, backend=backend)
 
 
 def own_storage(rank, world_size, folder):
@@ -265,8 +260,7 @@ def own_storage(rank, world_size, folder):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_loaded_does_not_choose_how_muon_stores_it(backend, tmp_path):
-    if world_sizes(backend, (2,)):
-        run_ranks(own_storage, 2, str(tmp_path), backend=backend)
+    run_ranks(own_storage, 2, str(tmp_path), backend=backend)
 
 
 def adamw_storage(rank, world_size, folder):
@@ -327,8 +321,7 @@ def adamw_storage(rank, world_size, folder):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_loaded_does_not_choose_how_adamw_stores_it(backend, tmp_path):
-    if world_sizes(backend, (2,)):
-        run_ranks(adamw_storage, 2, str(tmp_path), backend=backend)
+    run_ranks(adamw_storage, 2, str(tmp_path), backend=backend)
 
 
 @pytest.mark.parametrize("how", ["checkpoint", "state_dict", "full"])
@@ -387,8 +380,7 @@ def masters_through_both_forms(rank, world_size):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_masters_come_back_by_way_of_the_other_form(backend):
-    if world_sizes(backend, (2,)):
-        run_ranks(masters_through_both_forms, 2, backend=backend)
+    run_ranks(masters_through_both_forms, 2, backend=backend)
 
 
 def maximum_comes_later(rank, world_size, folder):
@@ -419,8 +411,7 @@ def maximum_comes_later(rank, world_size, folder):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_maximum_that_was_not_saved_begins_with_the_second_moments(backend, tmp_path):
-    if world_sizes(backend, (2,)):
-        run_ranks(maximum_comes_later, 2, str(tmp_path), backend=backend)
+    run_ranks(maximum_comes_later, 2, str(tmp_path), backend=backend)
 
 
 def other_adamw_storage(rank, world_size):
@@ -449,8 +440,7 @@ def other_adamw_storage(rank, world_size):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_adamws_groups_may_store_their_state_otherwise_from_some_step_on(backend):
-    if world_sizes(backend, (2,)):
-        run_ranks(other_adamw_storage, 2, backend=backend)
+    run_ranks(other_adamw_storage, 2, backend=backend)
 
 
 @pytest.mark.parametrize(("options", "message"), [

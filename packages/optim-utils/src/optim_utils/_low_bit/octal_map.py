@@ -1,4 +1,4 @@
-"""The octal maps: a cube root that is linear between powers of 8; for 8-bit states that an older version saved.
+"""The octal maps: a cube root that is linear between powers of 8; kept so that saved states load.
 
 They are the dynamic map in powers of 8, with the ends of the intervals instead of their midpoints. This takes fewer
 instructions at the same error: all constants but 1/7 are powers of two, segments are found by an integer operation on
