@@ -125,8 +125,8 @@ def _planners(rank, world_size, options):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     planners = [cache["planner"] for cache in optimizer._caches.values() if cache]
-    if optimizer._resident.layouts:
-        planners += [batch._owner._planner for batch in optimizer._resident._muon._batches]
+    if optimizer._unbucketed.layouts:
+        planners += [batch._owner._planner for batch in optimizer._unbucketed._muon._batches]
     told = [(planner._tiles, planner._spare) for planner in planners]
     return told, "deterministic" in optimizer.explain()
 

@@ -144,7 +144,7 @@ def launches_for_all_shards_have_the_same_bits(rank, world_size):
                     assert torch.equal(*(local(tensor) for tensor in (found, value))), f"{what}, {key}"
         assert "plain torch" not in launching.explain()
         for optimizer, count in ((launching, 1), (plain, 0)):
-            for batch in optimizer._resident._muon._batches:
+            for batch in optimizer._unbucketed._muon._batches:
                 assert len(batch._momenta.sorter.launches) == len(batch._updates.sorter.launches) == count
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import chain, combinations
 from math import ceil, exp, log
 from typing import Any
 
 import pytest
-from redist_cases import Case, busiest, example_cases, random_case
+from redist_cases import FAMILIES, Case, busiest, example_cases, random_case
 
-from optim_redist import Layout, Mesh, Topology, bounds, plan, verify
+from optim_redist import Layout, Mesh, Ragged, RedistError, Topology, bounds, plan, verify
 from optim_redist._methods.flow import Network, add_edge, saturate
 from optim_redist._methods.forward import forward_phases
 from optim_redist._methods.hierarchical import hierarchical_phases
@@ -184,3 +185,30 @@ def test_a_lone_holder_in_a_node_leaves_the_rest_to_those_who_need_the_same() ->
     proven = verify(made)
     assert max(proven.sent.values()) == made.bounds.lb == 6
     assert [step.op for step in made.steps] == ["fetch", "share"]
+
+
+@pytest.mark.parametrize("planner", ["naive", "collectives", "scatter", "hierarchical"])
+def test_plans_of_several_stages_say_exactly_what_the_busiest_rank_moves(planner: str) -> None:
+    # different ranks are busiest in the two stages
+    ragged = Layout(Mesh((4, 2)), [(1, Ragged((0, 188, 384))), None], {0: "avg"}), Layout(Mesh(2), [None, None])
+    cases = [((384, 8), *ragged), *(random_case(seed, FAMILIES + "PP") for seed in range(60))]
+    compared = 0
+    for case in cases:
+        for topology in (Topology(), Topology.nodes(3)):
+            try:
+                made = plan(case[0], "bf16", *case[1:], topology=topology, planners=[planner])
+            except RedistError:
+                continue
+            if len(made.stages) > 1 and made.bounds.lb:
+                found = verify(made)
+                most = max((*found.received.values(), *found.sent.values()))
+                replicas = any(problem.src_replicas > 1 for problem in made.problems)
+                # where holders are asked by nearness, the busiest ranks of the stages are added
+                assert made.volume_ratio == most / made.bounds.lb or (replicas and topology.levels)
+                with pytest.raises(RedistError, match="the plan claims"):
+                    verify(replace(made, volume_ratio=0.99 * most / made.bounds.lb))
+                if not (replicas and topology.levels):
+                    with pytest.raises(RedistError, match="the plan claims"):
+                        verify(replace(made, volume_ratio=made.volume_ratio + 0.01))
+                compared += 1
+    assert compared > 5

@@ -31,7 +31,7 @@ from optim_utils.param_groups import MatrixView
 
 
 @dataclass(frozen=True)
-class Resident:
+class Unbucketed:
     """A parameter outside buckets: how it is cut, and whether this rank has its first replica, which norms count."""
 
     index: int  # in the plan
@@ -42,13 +42,13 @@ class Resident:
     is_counted: bool = True
 
 
-class ResidentParameters:
+class UnbucketedParameters:
     """The parameters of one optimizer that are in no bucket."""
 
     def __init__(self, communicator: Communicator, options: Options) -> None:
         self._communicator = communicator
         self._options = options
-        self._members: list[Resident] = []
+        self._members: list[Unbucketed] = []
         self._muon: ShardedMuon | None = None
         self._gradients = LocalGradients()
         # parameters with the gradients that the last clipping took a norm of, as long as these exist
@@ -64,9 +64,9 @@ class ResidentParameters:
             if isinstance(entry.parameter, DTensor) and spec.sharding:
                 layout = joint_layout(entry.parameter, meshes[index - first])
                 start = flat_start(layout, spec.shape, rank)
-                self._members.append(Resident(index, entry, spec, layout, start, _is_first(layout, rank)))
+                self._members.append(Unbucketed(index, entry, spec, layout, start, _is_first(layout, rank)))
             elif self._communicator.world_size == 1 and not self._options.is_tree:
-                self._members.append(Resident(index, entry, spec))
+                self._members.append(Unbucketed(index, entry, spec))
         matrices = [
             ShardedMatrix(m.index, m.spec.shape, m.spec.dtype, m.layout, _view(m), m.spec.cost)
             for m in self._members
@@ -149,7 +149,7 @@ class ResidentParameters:
         """Why the momentum or update of a sharded matrix was in plain torch in the last step, by plan index."""
         return {} if self._muon is None else self._muon.plain_torch_reasons
 
-    def _shard(self, member: Resident) -> Shard:
+    def _shard(self, member: Unbucketed) -> Shard:
         # the same tensor object every step where possible, so that what was planned for it still holds
         value, start = local(member.entry.parameter), member.start or 0
         shard = make_shard(member.entry, member.index, start, start + value.numel(), value)
@@ -174,7 +174,7 @@ def _start(layout: Layout, shape: Sequence[int], rank: int) -> int | None:
     return held[0][0].start * prod(shape[1:])
 
 
-def _view(member: Resident) -> MatrixView:
+def _view(member: Unbucketed) -> MatrixView:
     return member.entry.view or MatrixView.identity(member.spec.shape)
 
 

@@ -216,6 +216,7 @@ class Candidate:
         planner: the name of the planner that offers it.
         stages, steps: what it does and what that costs.
         busiest: elements that the busiest rank sends or receives over all steps.
+        moved: (sent, received), elements by rank over all steps, where that has been counted.
         seconds, peak_bytes: the seconds of all steps together, and the peak of the step that holds most.
     """
 
@@ -223,6 +224,7 @@ class Candidate:
     stages: tuple[Stage, ...]
     steps: tuple[Step, ...]
     busiest: int
+    moved: tuple[Mapping[int, int], Mapping[int, int]] | None = None
     seconds: float = field(init=False, default=0.0)
     peak_bytes: int = field(init=False, default=0)
 

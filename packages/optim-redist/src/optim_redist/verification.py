@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from optim_redist._methods.borders import volumes_of
+from optim_redist._methods.own import is_in_order
 from optim_redist._methods.packed import packed_peak
 from optim_redist.boxes import Box, DisjointBoxes, volume
 from optim_redist.errors import RedistError
@@ -215,8 +216,15 @@ def _verify_bounds(plan: Plan, received: dict[int, int], sent: dict[int, int]) -
     if busiest < limits.lb:
         raise RedistError(f"the busiest rank moves {busiest} elements, the bound is {limits.lb}")
     # compare quotients, as the plan computed its own: a product of large numbers would round
-    if limits.lb and not busiest / limits.lb <= plan.volume_ratio:
+    ratio = busiest / limits.lb if limits.lb else plan.volume_ratio
+    if not ratio <= plan.volume_ratio or (ratio < plan.volume_ratio and _counts_by_rank(plan)):
         raise RedistError(f"the busiest rank moves {busiest} elements, the plan claims {plan.volume_ratio} × the bound")
+
+
+def _counts_by_rank(plan: Plan) -> bool:
+    """Whether planning counts what every rank moves over all stages; else the busiest rank counts for all of a stage."""
+    in_order = (is_in_order(problem, "direct", plan.topology) for problem in plan.problems)
+    return len(plan.stages) == 1 or all(in_order)
 
 
 def _inside(part: Box, whole: Box) -> bool:

@@ -57,8 +57,8 @@ class DistOptimizer(StatefulOptimizer):
     """A ``torch.optim.Optimizer`` whose step runs over the ranks of a process group.
 
     Beside torch's methods users have ``clip_grad_norm_``, ``no_sync``, ``wait``, ``prefetch``, ``explain``,
-    ``rebuild_plan``, ``close``, ``full_state_dict``, ``load_full_state_dict`` and ``consolidate_state_dict``. Other names
-    belong to this package.
+    ``rebuild_plan``, ``close``, ``full_state_dict``, ``load_full_state_dict`` and ``consolidate_state_dict``. Other
+    names belong to this package.
 
     Subclasses say which route a group takes (``_route_name``) and give a ``Route`` for each name (``_routes``).
     """
@@ -141,11 +141,11 @@ class DistOptimizer(StatefulOptimizer):
         self._scaled_groups.follow(self._entries)
         step_checks.check_left_out(self._left_out)
         self._bucketed.check()
-        self._resident.check()
-        if self._options.debug and self._resident.layouts:
+        self._unbucketed.check()
+        if self._options.debug and self._unbucketed.layouts:
             step_checks.compare_gradients(self._entries, self._communicator)
         with self.begun_together("the reduction of gradients"):
-            if self._bucketed.reduce(len(self.plan.parameters)) or self._resident.were_dropped:
+            if self._bucketed.reduce(len(self.plan.parameters)) or self._unbucketed.were_dropped:
                 self._factor = None  # its gradients have been dropped since
 
     def _has_gradient(self, index: int) -> bool:
@@ -193,19 +193,19 @@ class DistOptimizer(StatefulOptimizer):
                 (self._bucketed.reduced_gradients(is_averaged), factor)
                 for is_averaged, factor in self._bucketed.factors.items()
             ]
-            if self._resident or not homes:
-                homes.append((self._resident.gradients(), None))
+            if self._unbucketed or not homes:
+                homes.append((self._unbucketed.gradients(), None))
             norm = norm_over_ranks(homes, float(norm_type), self._communicator, is_exact=self._options.is_tree)
         grad_scale = getattr(self, "grad_scale", None)
         return norm if grad_scale is None else norm / grad_scale
 
     def clip_with(self, factor: Tensor, norm: Tensor) -> None:
         self.grad_norm = norm
-        if not (self._bucketed.buckets or self._resident.has_gradients):
+        if not (self._bucketed.buckets or self._unbucketed.has_gradients):
             return  # no gradients exist; this norm says nothing of those to come
         # the smallest of several factors: what clipping the gradients in place several times amounts to
         self._factor = factor if self._factor is None else torch.minimum(self._factor, factor)
-        self._resident.note_clipped()
+        self._unbucketed.note_clipped()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -247,7 +247,7 @@ class DistOptimizer(StatefulOptimizer):
         """Phases 4 and 5."""
         self._scaled_groups.refresh(self.param_groups)
         kept = self._kept_items()
-        followed = None if self._resident else kept
+        followed = None if self._unbucketed else kept
         self._masters.follow(self, followed)
         counts = None if self._bucketed.lacks_none else self._bucketed.counts
         averaging = {
@@ -263,7 +263,7 @@ class DistOptimizer(StatefulOptimizer):
         self._bucketed.update(
             lambda bucket: self._apply(bucket.plan.route, kept.of(bucket), averaging[bucket.is_averaged], bucket)
         )
-        self._resident.update(
+        self._unbucketed.update(
             context, self.param_groups, self._item, lambda route, items: self._apply(route, items, context, route)
         )
         self._bucketed.finish_step()
@@ -307,7 +307,7 @@ class DistOptimizer(StatefulOptimizer):
     def _restart(self) -> None:
         self._factor = None
         self._bucketed.restart()
-        self._resident.restart()
+        self._unbucketed.restart()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -325,8 +325,8 @@ class DistOptimizer(StatefulOptimizer):
             self._options,
             self._communicator,
             buckets=self._bucketed.buckets,
-            owners=self._resident.owners,
-            plain_torch_reasons=self._resident.plain_torch_reasons,
+            owners=self._unbucketed.owners,
+            plain_torch_reasons=self._unbucketed.plain_torch_reasons,
             state_bytes=sum(nbytes(value) for state in self.state.values() for value in state.values()),
             gradient_bytes=self._bucketed.gradient_bytes,
             multipliers=given_multipliers(self._entries),

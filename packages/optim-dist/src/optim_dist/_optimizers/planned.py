@@ -27,7 +27,7 @@ from optim_dist._optimizers.shards import Shard
 from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import Plan, RouteName
 from optim_dist.planning import plan_parameters
-from optim_dist.sharded import ResidentParameters
+from optim_dist.sharded import UnbucketedParameters
 from optim_redist import Layout
 from optim_utils.param_groups import MatrixView
 
@@ -83,7 +83,7 @@ class PlannedOptimizer(LiveOptimizer):
         self._communicator = self._options.communicator(device)
         self._options.check_ranks(self._communicator.world_size)
         self._bucketed = BucketedParameters(self._communicator, self._options)
-        self._resident = ResidentParameters(self._communicator, self._options)
+        self._unbucketed = UnbucketedParameters(self._communicator, self._options)
         self.plan = Plan(self._communicator.world_size, (), ())
         self._entries: list[Entry] = []
         self._gradient_dtypes = GradientDtypes(self._options.grad_dtype)
@@ -137,7 +137,7 @@ class PlannedOptimizer(LiveOptimizer):
         self._gradient_dtypes.set(entry.parameter for entry in found)
         if world_size > 1 or self._options.is_tree:
             self._bucketed.extend(plan, entries)
-        self._resident.extend(plan.parameters, entries, meshes)
+        self._unbucketed.extend(plan.parameters, entries, meshes)
         self.plan, self._entries = plan, entries
         self._listed = [list(group["params"]) for group in self.param_groups]
         self._planned_views.note(self.param_groups, self._views)
@@ -204,7 +204,7 @@ class PlannedOptimizer(LiveOptimizer):
         """Move parameters from the present plan to a new one."""
         former = self._bucketed.clear()
         self._gradient_dtypes.put_back()
-        self._resident = ResidentParameters(self._communicator, self._options)
+        self._unbucketed = UnbucketedParameters(self._communicator, self._options)
         self._move(plan, found, found, meshes)
         for bucket in former:
             bucket.release()
@@ -294,7 +294,7 @@ class PlannedOptimizer(LiveOptimizer):
 
     @property
     def layouts(self) -> dict[int, Layout]:
-        return self._resident.layouts
+        return self._unbucketed.layouts
 
     @property
     def is_between_steps(self) -> bool:
@@ -314,7 +314,7 @@ class PlannedOptimizer(LiveOptimizer):
     def shards(self) -> list[Shard]:
         self.check_open()
         with torch.no_grad():
-            return sorted([*self._bucketed.shards, *self._resident.shards()], key=lambda shard: shard.index)
+            return sorted([*self._bucketed.shards, *self._unbucketed.shards()], key=lambda shard: shard.index)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._communicator.world_size > 1:

@@ -12,7 +12,7 @@ from typing import Literal
 from optim_redist._methods.borders import crossings
 from optim_redist._methods.chunked import in_rounds, largest_part
 from optim_redist._methods.direct import direct_phases
-from optim_redist._methods.exchanges import DirectExchange, Exchange, relayed
+from optim_redist._methods.exchanges import DirectExchange, Exchange, moved_in_order, relayed
 from optim_redist._methods.forward import forward_phases
 from optim_redist._methods.hierarchical import hierarchical_phases
 from optim_redist._methods.node_volumes import node_volumes
@@ -85,21 +85,17 @@ def one_exchange(
 
 def from_layouts(planner: str, request: Request, layouts: Sequence[tuple[str, Layout]]) -> Candidate:
     """A sequence of layouts, each reached by a direct exchange from the one before."""
-    problem = request.problem
     aside = request.source_aside
-    stages: list[Stage] = []
-    steps: list[Step] = []
-    busiest = 0
-    part = request
-    src = problem.src
+    parts: list[Candidate] = []
+    src = request.problem.src
     for op, layout in layouts:
-        part = request.between(src, layout, aside if stages else {})
+        part = request.between(src, layout, aside if parts else {})
         chosen = one_exchange(part, bounds_of(part.problem), op)
-        stages += chosen.stages
-        steps += chosen.steps
-        busiest += chosen.busiest
+        if chosen.moved is None and is_in_order(part.problem, "direct", part.model.topology):
+            chosen.moved = moved_in_order(part.problem)
+        parts.append(chosen)
         src = layout
-    return Candidate(planner, tuple(stages), tuple(steps), busiest)
+    return _joined(planner, parts)
 
 
 def from_ways(request: Request, src: Layout, way: Sequence[tuple[str, str, Layout]]) -> Candidate:
@@ -110,9 +106,18 @@ def from_ways(request: Request, src: Layout, way: Sequence[tuple[str, str, Layou
         part = request.between(src, layout, aside if parts else {})
         parts.append(from_phases(method, part, op=None if method == "hierarchical" else op))
         src = layout
+    return _joined("hierarchical", parts)
+
+
+def _joined(planner: str, parts: Sequence[Candidate]) -> Candidate:
+    """One candidate after the other. Where it is not known what each rank moves, the busiest rank counts for all."""
     stages = tuple(stage for part in parts for stage in part.stages)
     steps = tuple(step for part in parts for step in part.steps)
-    return Candidate("hierarchical", stages, steps, sum(part.busiest for part in parts))
+    known = [part.moved for part in parts if part.moved is not None]
+    sent, received = added_up(moved[0] for moved in known), added_up(moved[1] for moved in known)
+    busiest = max([*sent.values(), *received.values()], default=0)
+    busiest += sum(part.busiest for part in parts if part.moved is None)
+    return Candidate(planner, stages, steps, busiest, (sent, received) if len(known) == len(parts) else None)
 
 
 def from_phases(method: str, request: Request, *, op: str | None = None) -> Candidate:
@@ -140,7 +145,8 @@ def from_phases(method: str, request: Request, *, op: str | None = None) -> Cand
         )
     stage = Stage(op or method, method, problem.src, problem.dst, rounds)
     sent, received = added_up(moved.sent for moved in found), added_up(moved.received for moved in found)
-    return Candidate(method, (stage,), tuple(steps), max([*sent.values(), *received.values()], default=0))
+    busiest = max([*sent.values(), *received.values()], default=0)
+    return Candidate(method, (stage,), tuple(steps), busiest, (sent, received))
 
 
 def _num_rounds(request: Request, exchanges: Sequence[Exchange]) -> int:

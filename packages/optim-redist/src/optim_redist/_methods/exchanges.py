@@ -70,14 +70,20 @@ def relayed(problem: Problem, topology: Topology) -> list[Exchange]:
     return [Exchange(problem, reduce, lambda: made()[0]), Exchange(problem, hand_on, lambda: made()[1])]
 
 
-def _volumes(problem: Problem, topology: Topology) -> Volumes:
+def moved_in_order(problem: Problem) -> tuple[dict[int, int], dict[int, int]]:
+    """(sent, received): elements by rank, in the direct exchange dealt out in order."""
     kept, needed, contributions = problem.num_kept, problem.needed_sizes, problem.num_contributions
     received = {r: contributions * needed[point] - kept.get(r, 0) for r, point in problem.dst_points.items()}
     sent: dict[int, int] = {}
     for part, ranks in problem.holders.items():
         sent.update(zip(ranks, fair_shares(problem.demand(part), len(ranks))))
+    return sent, received
+
+
+def _volumes(problem: Problem, topology: Topology) -> Volumes:
+    sent, received = moved_in_order(problem)
     borders = crossings(problem, topology, None)[0] if topology.levels else {}
-    return Volumes("exchange", sent, received, borders, contributions > 1)
+    return Volumes("exchange", sent, received, borders, problem.num_contributions > 1)
 
 
 def _fullest_of_reduction(problem: Problem, num_rounds: int) -> dict[int, int]:
