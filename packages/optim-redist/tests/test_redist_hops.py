@@ -211,4 +211,4 @@ def test_plans_of_several_stages_say_exactly_what_the_busiest_rank_moves(planner
                     with pytest.raises(RedistError, match="the plan claims"):
                         verify(replace(made, volume_ratio=made.volume_ratio + 0.01))
                 compared += 1
-    assert compared > 5
+    assert compared > 2

@@ -222,7 +222,7 @@ def _verify_bounds(plan: Plan, received: dict[int, int], sent: dict[int, int]) -
 
 
 def _counts_by_rank(plan: Plan) -> bool:
-    """Whether planning counts what every rank moves over all stages; else the busiest rank counts for all of a stage."""
+    """Whether planning counts what each rank moves over all stages; else a stage counts as its busiest rank."""
     in_order = (is_in_order(problem, "direct", plan.topology) for problem in plan.problems)
     return len(plan.stages) == 1 or all(in_order)
 
