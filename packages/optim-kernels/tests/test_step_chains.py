@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from optim_kernels import NSConfig, TritonMuon
-from optim_kernels._optimizers.muon_groups import ns_config_of, rule_of
+from optim_kernels._optimizers.muon_options import ns_config_of, rule_of
 
 pytest.importorskip("triton")
 from optim_kernels._kernels import muon_table as fields

@@ -33,13 +33,14 @@ from optim_kernels._optimizers.base import (
 )
 from optim_kernels._optimizers.group_clipping import check_clipping, check_here, clipping_of_step, norm_and_factor
 from optim_kernels._optimizers.kinds import completed_group
+from optim_kernels._optimizers.muon_base import MuonOptimizer
 from optim_kernels._optimizers.muon_entries import check_state_in_capture
+from optim_kernels._optimizers.muon_explain import HEADER, explain_row, tiles_of
 from optim_kernels._optimizers.muon_planner import MuonPlanner
 from optim_kernels._options import check_adamw_ranges, check_adamw_scalars, check_switches
 from optim_kernels.functional import adamw_
 from optim_kernels.functional._muon_workspace import workspace_for
 from optim_kernels.multi_tensor import is_capturing
-from optim_kernels.muon import MUON_HEADER, MuonGroups, explain_row, tiles_of
 
 __all__ = ["TritonMuonAdamW"]
 
@@ -52,7 +53,7 @@ def _options(group: dict[str, Any]) -> list[Any]:
     return [group["impl"], *map(group.get, _NOT_HERE)]
 
 
-class TritonMuonAdamW(MuonGroups):
+class TritonMuonAdamW(MuonOptimizer):
     """One optimizer for a whole model: the updates of ``optim_kernels.reference.muon`` and ``.adamw``.
 
     Args:
@@ -264,7 +265,7 @@ class TritonMuonAdamW(MuonGroups):
                     reason = _why_not_kernels(p, group)
                     path = "torch" if reason else "triton"
                     rows.append(["adamw", names[p], tuple(p.shape), "", "", path, reason or "", "", ""])
-        return text_table(("kind", *MUON_HEADER), rows, footer=self._explain_launches())
+        return text_table(("kind", *HEADER), rows, footer=self._explain_launches())
 
     def _explain_launches(self) -> list[str]:
         if self._adamw is None:

@@ -7,7 +7,7 @@ the kernels run.
 from optim_kernels._newton_schulz.config import Tiles
 from optim_kernels._optimizers.kinds import CURRENT_VARIANT, completed_group, muon_defaults
 from optim_kernels._optimizers.muon_entries import MuonEntry, init_state
-from optim_kernels._optimizers.muon_groups import (
+from optim_kernels._optimizers.muon_options import (
     check_group,
     check_param,
     given_options,

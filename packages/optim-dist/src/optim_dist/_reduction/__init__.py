@@ -1,8 +1,10 @@
 """Moving gradients and parameters between ranks: the collectives, and what they reduce and gather when.
 
-collectives groups grid                   the ranks: on a line, in groups of their own, in a grid
-peers meetings written_streams            ranks that copy from each other's memory, for ``transport="symm"``
-storage joined                            buckets; many tensors as one
-streamed rolling tree                     gradients that are not kept, and sums of all micro-batches in one tree
-forward_gathers                           what the next forward pass waits for
+What is where:
+
+    collectives groups grid                   the ranks: on a line, in groups of their own, in a grid
+    peers meetings written_streams            ranks that copy from each other's memory, for ``transport="symm"``
+    storage joined                            buckets; many tensors as one
+    streamed rolling tree                     gradients that are not kept, and sums of all micro-batches in one tree
+    forward_gathers                           what the next forward pass waits for
 """

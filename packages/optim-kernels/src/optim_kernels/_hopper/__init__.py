@@ -1,5 +1,7 @@
 """Kernels of Newton–Schulz's products for Hopper, in Gluon; ``_newton_schulz`` and ``functional`` launch them.
 
+What is where:
+
     ping_pong_kernels                         products of many tiles of 128×128: two consumers multiply in turn
     wide_kernel                               tiles of 128×256, which both consumers multiply together
     lone_kernel, lone_tiles                   products of one round: a tile for each multiprocessor

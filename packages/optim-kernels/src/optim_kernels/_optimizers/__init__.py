@@ -1,10 +1,12 @@
 """What the optimizer classes are made of: groups, state, routes of update. No kernel code.
 
+What is where:
+
     base group_clipping private_state         what all classes share
     kinds plain_options                       groups of both kinds, and as a state dict holds them
     adamw_state adamw_codes followed_writes   AdamW's storage formats: moments, 8-bit codes, masters
     adamw_paths adamw_step adamw_torch        what updates a parameter; by the kernels; by torch
-    muon_groups muon_entries                  Muon's options and matrices
-    muon_planner muon_steady                  its step, and recognising one like the one before
+    muon_base muon_options muon_entries       what Muon's classes share, their options, and matrices
+    muon_planner muon_steady muon_explain     its step, recognising one like the one before, and what is said of it
     nanochat_checkpoints                      files of another optimizer
 """

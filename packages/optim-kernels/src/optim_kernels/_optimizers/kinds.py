@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from optim_kernels._optimizers.muon_groups import variant_options
+from optim_kernels._optimizers.muon_options import variant_options
 
 Kind = Literal["muon", "adamw"]
 

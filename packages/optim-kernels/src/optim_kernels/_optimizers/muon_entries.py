@@ -18,7 +18,7 @@ from optim_kernels._optimizers.adamw_state import (
     missing_master,
     new_count,
 )
-from optim_kernels._optimizers.muon_groups import check_choices, check_param, ns_config_of, rule_of, view_of
+from optim_kernels._optimizers.muon_options import check_choices, check_param, ns_config_of, rule_of, view_of
 from optim_kernels.functional.muon import check_kernels, muon_, new_second_moment, num_second_moments
 from optim_kernels.multi_tensor import is_capturing
 from optim_utils.param_groups import MatrixView

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from optim_kernels._optimizers.muon_entries import MuonEntry
-from optim_kernels._optimizers.muon_groups import DEFAULTS
+from optim_kernels._optimizers.muon_options import DEFAULTS
 from optim_kernels._optimizers.private_state import KnownStates
 from optim_kernels.multi_tensor import KnownAddresses, KnownKinds
 
