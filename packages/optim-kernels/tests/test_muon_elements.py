@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from optim_kernels.functional import MuonMomenta, MuonUpdates
-from optim_kernels.reference.adamw import Rounding, gradient_scale, read_param, write_param
 from optim_kernels.reference.muon import MuonRule, momentum_, updated
+from optim_kernels.reference.storage import Rounding, gradient_scale, read_param, write_param
 from optim_utils.rounding import split_master
 
 pytest.importorskip("triton")

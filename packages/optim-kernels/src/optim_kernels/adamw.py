@@ -19,16 +19,12 @@ from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizers.adamw_paths import EXPLAIN_HEADER, explain_row, step_device, why_not_kernels
 from optim_kernels._optimizers.adamw_state import (
-    MasterWeights,
     StateDtype,
-    check_dtype,
     check_formats,
     check_storage,
     check_update,
     converted_state,
-    drop_other_masters,
     laid_out,
-    missing_master,
     plain_state,
     torch_state,
     zero_state,
@@ -47,6 +43,7 @@ from optim_kernels._optimizers.base import (
 from optim_kernels._optimizers.group_clipping import check_clipping, check_here, clipping_of_step, norm_and_factor
 from optim_kernels._optimizers.plain_options import with_dtype_names
 from optim_kernels._optimizers.private_state import PrivateState
+from optim_kernels._optimizers.storage import MasterWeights, check_dtype, drop_other_masters, missing_master
 from optim_kernels._options import check_adamw_scalars, check_scalars
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import is_capturing

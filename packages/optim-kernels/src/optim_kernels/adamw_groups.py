@@ -5,18 +5,12 @@ groups have at that time. `KnownStates` tells whether states are still those tha
 """
 
 from optim_kernels._optimizers.adamw_codes import has_codes
-from optim_kernels._optimizers.adamw_state import (
-    MASTER_KEYS,
-    MasterWeights,
-    StateDtype,
-    check_group,
-    init_state,
-    master_of,
-)
+from optim_kernels._optimizers.adamw_state import StateDtype, check_group, init_state
 from optim_kernels._optimizers.adamw_step import AdamWStep
 from optim_kernels._optimizers.base import ELEMENTWISE_KEYS
 from optim_kernels._optimizers.followed_writes import FollowedWrites, can_be_followed
 from optim_kernels._optimizers.private_state import KnownStates
+from optim_kernels._optimizers.storage import MASTER_KEYS, MasterWeights, master_of
 from optim_kernels.functional._adamw_tensor import CODE_BLOCK
 
 __all__ = [

@@ -27,11 +27,11 @@ from optim_kernels._optimizers.muon_options import (
     DEFAULTS,
     KELLER,
     VARIANTS,
-    MasterWeights,
     MissingGrad,
     given_options,
     variant_options,
 )
+from optim_kernels._optimizers.storage import MasterWeights
 from optim_kernels.functional._muon_workspace import workspace_for
 from optim_kernels.orthogonalization import Coefficients, EpsMode, Method
 
@@ -106,7 +106,7 @@ class TritonMuon(MuonOptimizer):
         renormalize: bool = False,
         cautious: bool = False,
         momentum_dtype: torch.dtype | None = None,
-        master_weights: MasterWeights | None = None,
+        master_weights: MasterWeights = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
         maximize: bool = False,

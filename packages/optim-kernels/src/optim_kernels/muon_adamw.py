@@ -21,7 +21,7 @@ from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizers import nanochat_checkpoints as nanochat
 from optim_kernels._optimizers.adamw_paths import NOT_YET_THERE, why_not_stored
-from optim_kernels._optimizers.adamw_state import NEEDED, check_dtype, drop_other_masters, laid_out, new_count
+from optim_kernels._optimizers.adamw_state import NEEDED, laid_out
 from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
 from optim_kernels._optimizers.base import (
     check_capture,
@@ -37,6 +37,7 @@ from optim_kernels._optimizers.muon_base import MuonOptimizer
 from optim_kernels._optimizers.muon_entries import check_state_in_capture
 from optim_kernels._optimizers.muon_explain import HEADER, explain_row, tiles_of
 from optim_kernels._optimizers.muon_planner import MuonPlanner
+from optim_kernels._optimizers.storage import check_dtype, drop_other_masters, new_count
 from optim_kernels._options import check_adamw_ranges, check_adamw_scalars, check_switches
 from optim_kernels.functional import adamw_
 from optim_kernels.functional._muon_workspace import workspace_for

@@ -16,8 +16,8 @@ from torch import Tensor
 from optim_dist._optimizers.shards import Item, StepContext, takes_zeros
 from optim_dist._reduction.joined import Joined, alike
 from optim_kernels.muon_groups import rule_of
-from optim_kernels.reference.adamw import Rounding, gradient_scale, read_param, write_param
 from optim_kernels.reference.muon import ScaleRule, lr_scale, momentum_, updated, wide_dtype
+from optim_kernels.reference.storage import Rounding, gradient_scale, read_param, write_param
 from optim_utils.param_groups import MatrixView
 
 

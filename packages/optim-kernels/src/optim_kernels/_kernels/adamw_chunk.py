@@ -12,7 +12,7 @@ from optim_kernels._kernels.adamw_update import adamw, leave_memo, read_group, s
 from optim_kernels._kernels.moment_scales import BLOCK
 from optim_kernels._kernels.step_counts import advance, arrive
 from optim_kernels._triton import div_rn, tl, triton
-from optim_kernels.reference.adamw import NO_MASTER
+from optim_kernels.reference.storage import NO_MASTER
 
 _NO_MASTER = tl.constexpr(NO_MASTER)
 

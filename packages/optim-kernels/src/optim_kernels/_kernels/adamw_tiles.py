@@ -38,7 +38,7 @@ from optim_kernels._kernels.moment_scales import (
     write_scales,
 )
 from optim_kernels._triton import INTERPRETED, narrow, tl, triton
-from optim_kernels.reference.adamw import NO_MASTER, STREAM_EXP_AVG, STREAM_EXP_AVG_SQ
+from optim_kernels.reference.storage import NO_MASTER, STREAM_EXP_AVG, STREAM_EXP_AVG_SQ
 
 _STREAM_EXP_AVG = tl.constexpr(STREAM_EXP_AVG)
 _STREAM_EXP_AVG_SQ = tl.constexpr(STREAM_EXP_AVG_SQ)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from optim_kernels._kernels.rounding import bits_of_blocks, bits_of_elements, join_master, round_with_bits, split_master
 from optim_kernels._triton import narrow, tl, triton
-from optim_kernels.reference.adamw import FP32_MASTER, SPLIT16, STREAM_PARAM
+from optim_kernels.reference.storage import FP32_MASTER, SPLIT16, STREAM_PARAM
 
 _STREAM_PARAM = tl.constexpr(STREAM_PARAM)
 _FP32_MASTER, _SPLIT16 = map(tl.constexpr, (FP32_MASTER, SPLIT16))

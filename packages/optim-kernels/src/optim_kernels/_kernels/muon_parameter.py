@@ -27,7 +27,7 @@ from optim_kernels._kernels.muon_table import (
 from optim_kernels._kernels.muon_tiles import pointer_in, stride_of, tile_offsets
 from optim_kernels._kernels.rounding import bits_of_blocks, bits_of_elements, join_master, round_with_bits, split_master
 from optim_kernels._triton import narrow, tl, triton
-from optim_kernels.reference.adamw import STREAM_PARAM
+from optim_kernels.reference.storage import STREAM_PARAM
 
 _STREAM = tl.constexpr(STREAM_PARAM)
 

@@ -8,7 +8,7 @@ first outer index, first inner index) of an int32 map. A group's hyperparameters
 from __future__ import annotations
 
 from optim_kernels._triton import tl
-from optim_kernels.reference.adamw import MASTER_KINDS
+from optim_kernels.reference.storage import MASTER_KINDS
 
 # Addresses, 0 where there is none: of the matrix's first element in parameter, momentum buffer, second moment, master,
 # and Newton–Schulz's first and last X; of its parameter's step count. Gradients have a table of their own.

@@ -1,13 +1,10 @@
-"""How ``TritonAdamW`` stores the state of a parameter: dtypes, master weights, and states from other optimizers.
+"""How ``TritonAdamW`` stores the state of a parameter, and states from other optimizers; for masters see `storage`.
 
     state_dtype       exp_avg, exp_avg_sq (max_exp_avg_sq like the latter)
     None              the parameter's dtype, as torch
     one dtype, or a pair (first, second), where None is the parameter's
     "int8"            CUBIC8 and QUINTIC8_UNSIGNED of optim_utils.low_bit, an fp32 scale for 256 codes;
                       fp32 for parameters under 4096 elements, and for max_exp_avg_sq
-    master_weights    beside the parameter
-    "fp32"            master: its fp32 value, of which the parameter is the rounding
-    "split16"         master_low: the int16 that the bf16 parameter lacks to be an fp32 number (optim_utils.rounding)
 
 States are loaded from torch's AdamW or from any of these formats into any other.
 """
@@ -20,25 +17,29 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from optim_kernels._dtensors import is_dtensor, local, placed_like
+from optim_kernels._dtensors import is_dtensor
 from optim_kernels._optimizers.adamw_codes import FORMATS, encoded, has_codes
+from optim_kernels._optimizers.storage import (
+    MASTERS,
+    MOMENT_DTYPES,
+    OWN_MASTER,
+    MasterWeights,
+    check_master,
+    check_master_weights,
+    drop_other_masters,
+    masters_to_keep,
+    missing_master,
+    new_count,
+)
 from optim_kernels._options import check_adamw_ranges, check_adamw_scalars, check_seed, check_switches
 from optim_kernels.functional._adamw_tensor import same_layout, stored_dtype
 from optim_utils.low_bit import LowBitTensor, from_plain, quantize, to_plain
-from optim_utils.rounding import join_master, split_master
 
 StateDtype = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | Literal["int8"] | None
-MasterWeights = Literal["fp32", "split16"] | None
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 NEEDED = ("step", "exp_avg", "exp_avg_sq")
-_MASTERS = {"master": torch.float32, "master_low": torch.int16}
-# entries of a state that complete a 16-bit parameter
-MASTER_KEYS = frozenset(_MASTERS)
-_OWN_MASTER = {None: None, "fp32": "master", "split16": "master_low"}
-_HALF = (torch.float16, torch.bfloat16)
 _SWITCHES = ("amsgrad", "maximize", "stochastic_rounding")
-MOMENT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_group(group: Mapping[str, Any], names: Sequence[str]) -> None:
@@ -74,8 +75,7 @@ def check_formats(state_dtype: Any, master_weights: Any) -> None:
         raise ValueError(
             f"state_dtype must be None, one of {MOMENT_DTYPES}, a tuple of two such or 'int8', got {state_dtype!r}"
         )
-    if master_weights not in (None, "fp32", "split16"):
-        raise ValueError(f"master_weights must be None, 'fp32' or 'split16', got {master_weights!r}")
+    check_master_weights(master_weights)
 
 
 def check_storage(param: Tensor, name: str, state_dtype: StateDtype, master_weights: MasterWeights) -> None:
@@ -86,28 +86,6 @@ def check_storage(param: Tensor, name: str, state_dtype: StateDtype, master_weig
             "floating dtype"
         )
     check_master(param, name, master_weights)
-
-
-def check_master(param: Tensor, name: str, master_weights: MasterWeights) -> None:
-    """Raise ``ValueError`` unless a parameter of this dtype can have such a master."""
-    allowed = {"fp32": _HALF, "split16": (torch.bfloat16,)}.get(master_weights or "")
-    if allowed is not None and param.dtype not in allowed:
-        raise ValueError(
-            f"master_weights={master_weights!r} is for {' or '.join(map(str, allowed))} parameters, but {name} is "
-            f"{param.dtype}; put it in a group with master_weights=None"
-        )
-
-
-def check_dtype(param: Tensor, name: str) -> None:
-    """Raise ``ValueError`` for a parameter that has or will have gradients, in a dtype that is not computed in.
-
-    Those are integers and 8-bit floats; frozen parameters may have any dtype, as quantised weights with adapters do.
-    """
-    if param.dtype not in MOMENT_DTYPES and (param.requires_grad or param.grad is not None):
-        raise ValueError(
-            f"parameters are updated in one of {MOMENT_DTYPES}, but {name} is {param.dtype}; freeze it "
-            "(requires_grad=False, no .grad) or leave it out"
-        )
 
 
 def moment_dtypes(param: Tensor, state_dtype: StateDtype) -> tuple[torch.dtype, torch.dtype]:
@@ -124,13 +102,13 @@ def moment_dtypes(param: Tensor, state_dtype: StateDtype) -> tuple[torch.dtype, 
 def stored_dtypes(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, torch.dtype | None]:
     """The dtypes of a parameter, its gradient and its state, as they are or, before its first step, will be."""
     first, second = moment_dtypes(param, group["state_dtype"])
-    master = _OWN_MASTER[group["master_weights"]]
+    master = OWN_MASTER[group["master_weights"]]
     return {
         "param": param.dtype,
         "grad": param.dtype if param.grad is None else param.grad.dtype,
         "exp_avg": stored_dtype(state["exp_avg"]) if state else first,
         "exp_avg_sq": stored_dtype(state["exp_avg_sq"]) if state else second,
-        "master": None if master is None else _MASTERS[master],
+        "master": None if master is None else MASTERS[master],
     }
 
 
@@ -144,14 +122,6 @@ def bytes_per_element(dtypes: dict[str, torch.dtype | None], *, amsgrad: bool) -
     if amsgrad:
         moments += 4 if codes else sizes["exp_avg_sq"]
     return param + sizes["grad"] + 2 * moments + 2 * sizes["master"]
-
-
-def new_count(device: torch.device) -> Tensor:
-    """A step count of 0."""
-    if device.type == "cpu":
-        # a fake tensor that is made so knows its value, which the host reads
-        return torch.tensor(0.0, dtype=torch.float32, device=device)
-    return torch.zeros((), dtype=torch.float32, device=device)
 
 
 def zero_state(
@@ -188,7 +158,7 @@ def converted_state(
             state[key] = torch.as_tensor(value, dtype=torch.float32, device=step_device).reshape(()).clone()
         elif key in dtypes:
             state[key] = _converted_moment(param, key, value, dtypes[key])
-        elif key not in (*_MASTERS, *MOMENTS):
+        elif key not in (*MASTERS, *MOMENTS):
             state[key] = value
     if group["amsgrad"] and "max_exp_avg_sq" not in state:
         state["max_exp_avg_sq"] = as_float(state["exp_avg_sq"]).to(dtypes["max_exp_avg_sq"], copy=True)
@@ -246,67 +216,14 @@ def _converted_moment(param: Tensor, key: str, value: Any, dtype: torch.dtype) -
     return encoded(as_float(moment).float(), FORMATS[key])
 
 
-def master_of(state: Mapping[str, Any]) -> Tensor | None:
-    """The master in a state, fp32 or the low half of one; ``None`` if there is none."""
-    master: Tensor | None = state.get("master", state.get("master_low"))
-    return master
-
-
-def missing_master(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The master that the group asks for and the state lacks, from the parameter and any master of the other kind."""
-    own = _OWN_MASTER[group["master_weights"]]
-    if own is None or own in state:
-        return {}
-    # the local part, since a DTensor cannot be viewed in another dtype
-    value = local(param.detach())
-    made = torch.empty_like(value, dtype=_MASTERS[own], memory_format=torch.preserve_format)
-    if own == "master":
-        made.copy_(join_master(value, local(state["master_low"])) if "master_low" in state else value)
-    elif "master" in state:
-        made.copy_(_low_half(value, local(state["master"])))
-    else:
-        made.zero_()
-    return {own: placed_like(made, param)}
-
-
-def drop_other_masters(group: Mapping[str, Any], state: dict[str, Any]) -> None:
-    """Remove all masters but the one that the group asks for."""
-    for key in _MASTERS.keys() - {_OWN_MASTER[group["master_weights"]]}:
-        state.pop(key, None)
-
-
 def laid_out(param: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Copies, in the parameter's order in memory, of state tensors in another order (``channels_last``, say)."""
     return {
         key: torch.empty_like(param, dtype=value.dtype).copy_(value)
         for key, value in state.items()
-        if key in (*MOMENTS, *_MASTERS)
+        if key in (*MOMENTS, *MASTERS)
         and not (isinstance(value, LowBitTensor) or is_dtensor(value))
         and value.shape == param.shape
         and value.device == param.device
         and not same_layout(value, param)
     }
-
-
-def masters_to_keep(param: Tensor, master_weights: MasterWeights, saved: dict[str, Any]) -> dict[str, Tensor]:
-    """The saved master, if the group wants any.
-
-    A master of the other kind is kept as it is: the next step converts it (`missing_master`), since that takes the
-    parameter as it is then.
-    """
-    own = _OWN_MASTER[master_weights]
-    if own is None:
-        return {}
-    kinds = [own] if own in saved else _MASTERS.keys() & saved.keys()
-    return {key: saved[key].to(device=param.device, dtype=_MASTERS[key]) for key in kinds}
-
-
-def _low_half(value: Tensor, master: Tensor) -> Tensor:
-    """The low half of an fp32 master beside the bf16 ``value`` that it was rounded to.
-
-    split16 rounds ties away from zero, but a step with an fp32 master rounds them to even. Where the latter rounded a
-    tie down, the low half would be 2**15, one more than an int16 can hold, so 2**15 - 1 is taken.
-    """
-    away, low = split_master(master)
-    went_down = (low == -(2**15)) & (value.view(torch.int16) == away.view(torch.int16) - 1)
-    return torch.where(went_down, 2**15 - 1, low)

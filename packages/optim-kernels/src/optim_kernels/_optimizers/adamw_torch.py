@@ -10,7 +10,8 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from optim_kernels import reference
 from optim_kernels._dtensors import local
-from optim_kernels._optimizers.adamw_state import MOMENTS, master_of
+from optim_kernels._optimizers.adamw_state import MOMENTS
+from optim_kernels._optimizers.storage import master_of
 from optim_utils.low_bit import LowBitTensor
 
 

@@ -11,14 +11,8 @@ from torch import Tensor
 
 from optim_kernels._dtensors import local, spread_as
 from optim_kernels._impl import PLAIN_TYPES
-from optim_kernels._optimizers.adamw_state import (
-    drop_other_masters,
-    master_of,
-    masters_to_keep,
-    missing_master,
-    new_count,
-)
 from optim_kernels._optimizers.muon_options import check_choices, check_param, ns_config_of, rule_of, view_of
+from optim_kernels._optimizers.storage import drop_other_masters, master_of, masters_to_keep, missing_master, new_count
 from optim_kernels.functional.muon import check_kernels, muon_, new_second_moment, num_second_moments
 from optim_kernels.multi_tensor import is_capturing
 from optim_utils.param_groups import MatrixView

@@ -18,13 +18,12 @@ from torch.nn.parameter import is_lazy
 from optim_kernels._impl import PLAIN_TYPES, check_impl
 from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
 from optim_kernels._newton_schulz.config import NSConfig, config_of, hashable
-from optim_kernels._optimizers.adamw_state import MOMENT_DTYPES, check_dtype, check_master
+from optim_kernels._optimizers.storage import MOMENT_DTYPES, check_dtype, check_master, check_master_weights
 from optim_kernels._options import check_scalars, check_seed, check_switches
 from optim_kernels.reference.muon import MuonRule, ScaleRule
 from optim_utils.param_groups import MatrixView
 
 MissingGrad = Literal["skip", "zero", "raise"]
-MasterWeights = Literal["fp32", "split16"]
 KELLER = COEFFICIENTS["keller"][0]
 
 # torch.optim.Muon's options, its order and defaults.
@@ -180,8 +179,7 @@ def check_choices(group: Mapping[str, Any]) -> None:
         raise ValueError(f"nd must be None, 'batch', 'flatten' or 'convolution', got {group['nd']!r}")
     if group["missing_grad"] not in get_args(MissingGrad):
         raise ValueError(f"missing_grad must be one of {get_args(MissingGrad)}, got {group['missing_grad']!r}")
-    if group["master_weights"] not in (None, *get_args(MasterWeights)):
-        raise ValueError(f"master_weights must be None, 'fp32' or 'split16', got {group['master_weights']!r}")
+    check_master_weights(group["master_weights"])
     if group["views"] is not None and len(group["views"]) != len(group["params"]):
         raise ValueError(f"views has {len(group['views'])} entries for {len(group['params'])} parameters")
     if group["momentum_dtype"] not in (None, *MOMENT_DTYPES):

@@ -18,12 +18,12 @@ from torch import Tensor
 from optim_kernels._impl import has_triton
 from optim_kernels._newton_schulz.config import NSConfig, Tiles, check_tiles
 from optim_kernels._newton_schulz.tiles import cdiv
-from optim_kernels._optimizers.adamw_state import master_of
 from optim_kernels._optimizers.muon_entries import MuonEntry, step_entries
 from optim_kernels._optimizers.muon_options import ns_config_of, rule_of
 from optim_kernels._optimizers.muon_steady import HYPERPARAMETERS, Groups, KnownOptions, State, SteadyStep
+from optim_kernels._optimizers.storage import master_of
 from optim_kernels._options import are_numbers, check_scalars
-from optim_kernels.reference.adamw import gradient_scale
+from optim_kernels.reference.storage import gradient_scale
 
 if TYPE_CHECKING:
     from optim_kernels.functional._muon_workspace import Workspace

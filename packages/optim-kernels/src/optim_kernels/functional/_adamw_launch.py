@@ -19,9 +19,10 @@ from torch import Tensor
 from optim_kernels._dtensors import is_wrapper
 from optim_kernels._options import are_numbers, check_scalars, check_switches
 from optim_kernels.functional._adamw_scalars import hyperparameter_rows, write_betas
-from optim_kernels.functional._adamw_tensor import PlannedTensor, addresses, description
+from optim_kernels.functional._adamw_tensor import PlannedTensor, addresses
 from optim_kernels.functional._adamw_tuning import Tuning, code_chunks, tuning
 from optim_kernels.functional._device_scalars import as_scalar, on_device, readable
+from optim_kernels.functional._lists import description
 from optim_kernels.multi_tensor import (
     ALIGNMENT,
     ChunkMap,
@@ -32,7 +33,8 @@ from optim_kernels.multi_tensor import (
     is_capturing,
     keep_for_graphs,
 )
-from optim_kernels.reference.adamw import MASTER_KINDS, AdamWScalars
+from optim_kernels.reference.adamw import AdamWScalars
+from optim_kernels.reference.storage import MASTER_KINDS
 
 if TYPE_CHECKING:
     from optim_kernels._triton import Launch

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from optim_kernels._dtensors import is_wrapper
 from optim_kernels._impl import KERNEL_DTYPES
-from optim_kernels.multi_tensor import is_dense, sharing_memory
+from optim_kernels.functional._lists import description
+from optim_kernels.multi_tensor import is_dense
 from optim_utils.low_bit import CUBIC8, QUINTIC8_UNSIGNED, LowBitFormat, LowBitTensor
 
 # elements that share a scale where moments are 8-bit codes
@@ -199,19 +200,6 @@ def check_shared_steps(tensors: Sequence[PlannedTensor], grads: Sequence[Tensor]
             )
 
 
-def check_apart(params: Sequence[Tensor]) -> None:
-    """Raise ``ValueError`` if two parameters are one tensor, or share memory: two programs would update it at once."""
-    found = sharing_memory(params)
-    if found is None:
-        return
-    one, other = (params[place] for place in found)
-    shared = "are one tensor" if one.data_ptr() == other.data_ptr() and one.shape == other.shape else "share memory"
-    raise ValueError(
-        f"params[{found[0]}] and params[{found[1]}] {shared}, {description(other)}, which the kernels would update "
-        "twice at once; give every parameter once, and tie parameters by using one object"
-    )
-
-
 def _check_memory(name: str, tensor: Tensor) -> None:
     """Raise ``ValueError`` if the tensor has elements and no memory: its storage was resized to nothing."""
     if tensor.numel() and addresses(tensor)[0] == 0:
@@ -227,10 +215,6 @@ def _check_sign(name: str, tensor: Tensor) -> None:
 def same_layout(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape visit memory in the same order; strides of single elements do not matter."""
     return a.stride() == b.stride() or all(s == t for s, t, n in zip(a.stride(), b.stride(), a.shape) if n != 1)
-
-
-def description(tensor: Tensor) -> str:
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}"
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from optim_kernels._dtensors import is_wrapper
 from optim_kernels._impl import KERNEL_DTYPES, why_not_triton
-from optim_kernels.functional._adamw_tensor import description
 from optim_kernels.functional._device_scalars import on_device, readable
-from optim_kernels.functional._lists import check_lengths
+from optim_kernels.functional._lists import check_lengths, description
 from optim_kernels.multi_tensor import (
     ALIGNMENT,
     ChunkMap,

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optim_kernels.multi_tensor import sharing_memory
+
 
 def check_lengths(count: int, of: str, **lists: Sequence[Any] | None) -> None:
     """Raise ``ValueError`` unless each list that is given has ``count`` entries, one for each of ``of``."""
@@ -83,3 +85,20 @@ def check_shapes(like: Sequence[Tensor], of: str, **lists: Sequence[Tensor | Non
                 raise ValueError(
                     f"{name}[{i}] must have the shape of {of}[{i}], {tuple(other.shape)}, got {tuple(tensor.shape)}"
                 )
+
+
+def check_apart(params: Sequence[Tensor]) -> None:
+    """Raise ``ValueError`` if two parameters are one tensor, or share memory: two programs would update it at once."""
+    found = sharing_memory(params)
+    if found is None:
+        return
+    one, other = (params[place] for place in found)
+    shared = "are one tensor" if one.data_ptr() == other.data_ptr() and one.shape == other.shape else "share memory"
+    raise ValueError(
+        f"params[{found[0]}] and params[{found[1]}] {shared}, {description(other)}, which the kernels would update "
+        "twice at once; give every parameter once, and tie parameters by using one object"
+    )
+
+
+def description(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}"

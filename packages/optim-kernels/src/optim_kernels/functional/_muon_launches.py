@@ -28,8 +28,8 @@ from optim_kernels.functional._muon_tables import (
     Family,
     MuonTables,
 )
-from optim_kernels.reference.adamw import MASTER_KINDS
 from optim_kernels.reference.muon import MuonRule
+from optim_kernels.reference.storage import MASTER_KINDS
 
 # Values that one program of a per-matrix kernel reduces at a time.
 LINE_BLOCK = 1024

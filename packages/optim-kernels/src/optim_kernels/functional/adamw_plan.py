@@ -14,13 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from optim_kernels.functional._adamw_launch import AdamWLaunch
-from optim_kernels.functional._adamw_tensor import (
-    PlannedTensor,
-    Signature,
-    check_apart,
-    check_shared_steps,
-    with_memory,
-)
+from optim_kernels.functional._adamw_tensor import PlannedTensor, Signature, check_shared_steps, with_memory
+from optim_kernels.functional._lists import check_apart
 from optim_kernels.multi_tensor import KnownAddresses, KnownKinds, TensorList
 from optim_kernels.reference.adamw import AdamWScalars
 

@@ -23,7 +23,6 @@ from optim_kernels.functional._lists import (
     check_whole,
 )
 from optim_kernels.orthogonalization import NSConfig, newton_schulz_with
-from optim_kernels.reference.adamw import Rounding, gradient_scale, read_param, write_param
 from optim_kernels.reference.muon import (
     MuonRule,
     Scalar,
@@ -36,6 +35,7 @@ from optim_kernels.reference.muon import (
     updated,
     wide_dtype,
 )
+from optim_kernels.reference.storage import Rounding, gradient_scale, read_param, write_param
 from optim_utils.param_groups import MatrixView
 
 __all__ = ["apply_muon_update_", "muon_", "muon_update", "new_second_moment"]

@@ -27,8 +27,8 @@ from optim_kernels._options import are_numbers, check_scalars, check_switches
 from optim_kernels.functional._device_scalars import as_scalar
 from optim_kernels.functional._element_launch import ElementLaunch, why_not_taken
 from optim_kernels.functional._lists import check_lengths, check_numbers
-from optim_kernels.reference.adamw import MASTER_KINDS
 from optim_kernels.reference.muon import Scalar
+from optim_kernels.reference.storage import MASTER_KINDS
 
 __all__ = ["MuonMomenta", "MuonUpdates"]
 

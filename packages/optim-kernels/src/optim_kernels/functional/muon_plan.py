@@ -26,8 +26,7 @@ from torch import Tensor
 from optim_kernels._newton_schulz.chain import needs_step_chain
 from optim_kernels._newton_schulz.config import NSConfig, Tiles, check_tiles
 from optim_kernels._recording import ONE_AT_A_TIME, side_stream
-from optim_kernels.functional._adamw_tensor import check_apart
-from optim_kernels.functional._lists import check_shapes
+from optim_kernels.functional._lists import check_apart, check_shapes
 from optim_kernels.functional._muon_explain import tile_words
 from optim_kernels.functional._muon_inputs import StepInputs
 from optim_kernels.functional._muon_launches import StepLaunches, StepOptions
