@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from math import prod
 from typing import Any, cast
 
 import pytest
@@ -70,7 +71,7 @@ def test_reductions_in_rounds(rounds_of: str) -> None:
 
 
 class _Live(TorchDispatchMode):
-    """The bytes of all storages that are alive, and the most there were."""
+    """The bytes of all storages that are alive, and the most there were, with copies that torch makes to convert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,8 +86,15 @@ class _Live(TorchDispatchMode):
                 self.storages[storage._cdata] = weakref.ref(storage)
         alive = [found for reference in self.storages.values() if (found := reference()) is not None]
         # those that were given up are empty
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive))
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive) + _converted(args, kwargs))
         return returned
+
+
+def _converted(args: Any, kwargs: Any) -> int:
+    """Bytes of the copies of tensors that an operation on the CPU converts to the type of its ``out``."""
+    out = (kwargs or {}).get("out")
+    narrower = (a for a in args if out is not None and isinstance(a, torch.Tensor) and a.dtype != out.dtype)
+    return sum(a.numel() * out.itemsize for a in narrower)
 
 
 class _NoWire:
@@ -140,6 +148,31 @@ def test_no_rank_holds_more_than_its_plan_claims(
             source.view(-1)
             program(source)
         assert live.peak <= made.peak_bytes
+
+
+def test_large_contributions_are_converted_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (1024, 768)
+    for dtype, src in ((torch.bfloat16, SUMMED), (torch.float32, AVERAGED)):
+        made = plan(shape, dtype, src, WHOLE, planners=["direct"])
+        # source, target, three contributions each way, partial results, and a slice of a contribution
+        width = 2 * dtype.itemsize
+        assert made.peak_bytes == prod(shape) * (8 * dtype.itemsize + width) + 2**18 * width
+        source = torch.randn(shape).to(dtype)
+        program = Program(made, 0, cast(Any, _NoWire()))
+        with _Live() as live:
+            source.view(-1)
+            program(source)
+        assert live.peak <= made.peak_bytes
+    generator = torch.Generator().manual_seed(0)
+    parts = {rank: torch.randn(37, 41, 5, generator=generator).bfloat16() for rank in range(4)}
+    parts[1] = parts[1].transpose(0, 1).contiguous().transpose(0, 1)
+    src, dst = Layout(Mesh(4), [None] * 3, {0: "sum"}), Layout(Mesh(4), [None, (0, Cyclic(3)), None])
+    made = plan((37, 41, 5), "bf16", src, dst)
+    whole = simulate(made, parts)
+    for size in (1, 7, 300):
+        monkeypatch.setattr("optim_redist._running.reduction.COMBINED_AT_ONCE", size)
+        sliced = simulate(made, parts)
+        assert all(torch.equal(sliced[rank].view(torch.int16), whole[rank].view(torch.int16)) for rank in whole)
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("bf16", 2), ("float32", 4)], ids=["bf16", "fp32"])

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from optim_redist._methods.borders import crossings
-from optim_redist._methods.chunked import in_rounds, largest_part
+from optim_redist._methods.chunked import COMBINED_AT_ONCE, in_rounds, largest_part
 from optim_redist._methods.direct import direct_phases
 from optim_redist._methods.exchanges import DirectExchange, Exchange, moved_in_order, relayed
 from optim_redist._methods.forward import forward_phases
@@ -204,14 +204,16 @@ def _peak_bytes(request: Request, sent: Mapping[int, int], received: Mapping[int
 def _partial_bytes(request: Request, rounds: int = 1) -> int:
     """Bytes of a round's partial results: in fp32 for narrower types, complex or not, in fp64 for averages of fp32.
 
-    Other types are combined in the target. 8-bit types count twice, as they are also converted to fp32 first.
+    Other types are combined in the target. Narrower contributions are converted first: all of one in 8-bit types, else
+    slice by slice.
     """
-    problem, width = request.problem, {1: 8, 2: 4}.get(request.itemsize, 0)
+    problem, width = request.problem, {1: 4, 2: 4}.get(request.itemsize, 0)
     if request.of_complex_halves or (request.itemsize == 4 and any(op == "avg" for op, _ in problem.reduced)):
         width = 8
     if problem.num_contributions == 1 or not width:
         return 0
-    return width * max(map(largest_part(problem, rounds), problem.dst_points.values()), default=0)
+    part = max(map(largest_part(problem, rounds), problem.dst_points.values()), default=0)
+    return width * (part + (part if request.itemsize == 1 else min(part, COMBINED_AT_ONCE)))
 
 
 def step_of(

@@ -21,6 +21,10 @@ from optim_redist.index_sets import IndexSet, intersect, num_below, size, take
 from optim_redist.moves import Phase, Transfer
 from optim_redist.problem import Point, Problem
 
+# contributions in a narrower type than the partial results are added in slices of so many elements on the CPU, where
+# torch makes a copy of each slice in the wider type: 1 MiB in fp32, which keeps eight threads busy
+COMBINED_AT_ONCE = 2**18
+
 
 def in_rounds(problem: Problem, phase: Phase, num_rounds: int, numbers: Sequence[int] | None = None) -> list[Phase]:
     """The phase as ``num_rounds`` phases that together make the same transfers.

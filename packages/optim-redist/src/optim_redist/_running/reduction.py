@@ -10,7 +10,7 @@ Averages of fp32 are added in fp64, so that the average of equal values is that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from optim_redist._dtypes import dtype_name, why_not_combined
+from optim_redist._methods.chunked import COMBINED_AT_ONCE
 from optim_redist._running.views import view_of
 from optim_redist.errors import UnsupportedError
 
@@ -108,9 +109,15 @@ class Reduction:
             if part.contribution == parts[0].contribution:
                 region.copy_(value)
                 finished.append((view_of(dst, part.view(dst.stride())), region))
-            else:
+            elif value.element_size() == 1:
                 # torch does not promote 8-bit floats
-                combine(region, value if value.element_size() > 1 else value.to(self.accumulate), out=region)
+                combine(region, value.to(self.accumulate), out=region)
+            elif value.dtype != self.accumulate and value.device.type == "cpu":
+                # torch copies a narrower operand in the wider type
+                for some, of_value in _in_slices(region, value):
+                    combine(some, of_value, out=some)
+            else:
+                combine(region, value, out=region)
         if sum(region.numel() for _, region in finished) == total.numel():
             finished = [(box, total)]
         for target, region in finished:
@@ -160,6 +167,16 @@ def _combined_in_place(reduction: Reduction, parts: list[_Part], dst: Tensor) ->
         for part in others:
             combine(region, part.value, out=region)
     return True
+
+
+def _in_slices(a: Tensor, b: Tensor, dim: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Both tensors, of one shape, in the same slices of at most ``COMBINED_AT_ONCE`` elements."""
+    if a.numel() <= COMBINED_AT_ONCE:
+        yield a, b
+        return
+    length = max(1, COMBINED_AT_ONCE // prod(a.shape[dim + 1 :]))
+    for one, other in zip(a.split(length, dim), b.split(length, dim)):
+        yield from _in_slices(one, other, dim + 1)
 
 
 def _around(pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
