@@ -260,8 +260,9 @@ class Program:
     def _check_out(self, x: Tensor | None, out: Tensor) -> None:
         if self._out_excess and not (out is x and self._keeps_all):
             raise UnsupportedError(
-                f"out would be held beside all that the plan counts, {self._out_excess} bytes above memory_limit="
-                f"{self.plan.memory_limit}; call without out, or plan with a limit that is higher by so much"
+                f"out would be held from the start, {self._out_excess} bytes above memory_limit="
+                f"{self.plan.memory_limit} beside what the plan counts; call without out, or plan with a limit that is "
+                "higher by so much"
             )
         if x is not None and x.device != out.device:
             raise LayoutError(f"rank {self.rank}: the source tensor is on {x.device}, out on {out.device}")
