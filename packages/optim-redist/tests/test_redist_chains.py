@@ -34,6 +34,7 @@ PLANNERS = [
     "local",
     "direct",
     "nearest",
+    "spread",
     "forward",
     "relay",
     "scatter",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import chain, combinations
-from math import ceil, exp, log
+from math import ceil, exp, log, prod
 from typing import Any
 
 import pytest
-from redist_cases import FAMILIES, Case, busiest, example_cases, random_case
+import torch
+from redist_cases import FAMILIES, Case, busiest, example_cases, part_of, random_case
 
-from optim_redist import Layout, Mesh, Ragged, RedistError, Topology, bounds, plan, verify
+from optim_redist import CommModel, Cyclic, Layout, Mesh, Ragged, RedistError, Topology, bounds, plan, simulate, verify
 from optim_redist._methods.flow import Network, add_edge, saturate
 from optim_redist._methods.forward import forward_phases
 from optim_redist._methods.hierarchical import hierarchical_phases
@@ -88,6 +89,45 @@ def test_forwarding_that_cannot_reach_the_bound_goes_as_low_as_it_can() -> None:
     assert (limits.lb, limits.single_hop) == (216, 288)
     made = plan(case.shape, "bf16", case.src, case.dst, planners=["forward"])
     assert 216 < max(verify(made).sent.values()) <= 234
+
+
+@pytest.mark.parametrize(("here", "there"), [(1, 3), (2, 4), (3, 8), (4, 6)])
+def test_replicas_that_grow_in_number_get_a_part_each_first(here: int, there: int) -> None:
+    shape, model = (8192, 8192), CommModel.preset("h200x8")
+    src, dst = Layout(Mesh(here), [0, None]), Layout(Mesh(there), [None, None])
+    made = plan(shape, "bf16", src, dst, cost_model=model)
+    assert (made.planner, [step.op for step in made.steps]) == ("spread", ["exchange", "all_gather"])
+    # what two plans by hand take, through rows on the target's ranks
+    rows = Layout(Mesh(there), [0, None])
+    by_hand = sum(plan(shape, "bf16", *pair, cost_model=model).time for pair in ((src, rows), (rows, dst)))
+    assert made.time <= 1.001 * by_hand
+    moved = verify(made)
+    assert max(moved.received.values()) == made.bounds.lb
+    # short messages go in one exchange
+    assert plan((64, 64), "bf16", src, dst, cost_model=model).planner == "direct"
+
+
+def test_any_replicas_may_get_parts_first() -> None:
+    moved = 0
+    cases = [
+        # replicas of rows, of an uneven dimension, and of what only the last dimension can be divided over
+        ((12, 6), Layout(Mesh(2), [0, None]), Layout(Mesh((3, 2)), [0, None])),
+        ((7, 5), Layout(Mesh(2), [0, None]), Layout(Mesh(6), [None, None])),
+        ((4, 6), Layout(Mesh(2), [None, 0]), Layout(Mesh((2, 3)), [(0, Cyclic(1)), None])),
+        *(random_case(seed, FAMILIES) for seed in range(300)),
+    ]
+    for shape, src, dst in cases:
+        try:
+            made = plan(shape, "int32", src, dst, planners=["spread"])
+        except RedistError:
+            # nothing is replicated, or no part can be divided
+            continue
+        verify(made)
+        full = torch.arange(prod(shape), dtype=torch.int32).reshape(shape)
+        found = simulate(made, {rank: part_of(full, src, rank) for rank in src.mesh.ranks})
+        assert all(torch.equal(found[rank], part_of(full, dst, rank)) for rank in dst.mesh.ranks)
+        moved += made.communicates
+    assert moved > 5
 
 
 def test_reductions_are_scattered_over_their_contributors() -> None:

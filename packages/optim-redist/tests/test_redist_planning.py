@@ -102,7 +102,7 @@ def test_a_hundred_thousand_plans_are_right(first: int) -> None:
 def _prove(seed: int, family: str) -> None:
     shape, src, dst = random_case(seed, family)
     verify(plan(shape, "bf16", src, dst))
-    for planner in ("direct", "forward", "relay", "scatter", "naive"):
+    for planner in ("direct", "spread", "forward", "relay", "scatter", "naive"):
         try:
             made = plan(shape, "bf16", src, dst, planners=[planner])
         except PlanInfeasibleError:

@@ -3,7 +3,8 @@
     local         nothing has to move
     direct        one exchange, every element straight from a holder, no rank sending more than it has to
     nearest       the same, but always from a holder in the same group where there is one
-    forward       the exchange in several hops, where a single hop would keep a holder too busy
+    spread        without groups: target ranks that need the same first get a part of it each, which they then gather
+  forward       the exchange in several hops, where a single hop would keep a holder too busy
     relay         a reduction: each element is combined at one rank that needs it, which hands it on to the others
     scatter       a reduction: each contributor combines a part, then the finished parts move on
     hierarchical  every group fetches what it lacks once, then shares it; reductions run inside the groups first
@@ -31,6 +32,7 @@ from optim_redist._methods.collective_search import search_collectives
 from optim_redist._methods.packed import packed_peak
 from optim_redist._methods.reduce_inside import ways_to_reduce
 from optim_redist._methods.scatter import scattered
+from optim_redist._methods.spread import spread
 from optim_redist._multi_axis.notebook import notebook_layouts
 from optim_redist.cost import CommModel
 from optim_redist.errors import NotRepresentableError, RedistError
@@ -242,6 +244,17 @@ def _scatter(request: Request, limits: Bounds) -> Candidate | None:
     return min(found, key=lambda c: c.busiest, default=None)
 
 
+def _spread(request: Request, limits: Bounds) -> Candidate | None:
+    middle, dst = spread(request.problem), request.problem.dst
+    return None if middle is None else from_layouts("spread", request, [("exchange", middle), ("all_gather", dst)])
+
+
+def _can_be_spread(request: Request, limits: Bounds) -> bool:
+    problem = request.problem
+    finished = not (problem.src.partial or problem.dst.partial)
+    return finished and problem.dst_replicas > 1 and limits.single_hop > limits.lb and not request.has_borders
+
+
 def _hierarchical(request: Request, limits: Bounds) -> Candidate | None:
     problem, limit = request.problem, request.memory_limit
     if problem.num_contributions == 1:
@@ -292,6 +305,7 @@ _PLANNERS = {
         _least_of_nearest,
         lambda request, limits: request.has_borders and request.groups.spread,
     ),
+    "spread": _Planner(_spread, _least_of_two_hops, _can_be_spread),
     "forward": _Planner(
         lambda request, limits: from_phases("forward", request),
         _least_of_two_hops,

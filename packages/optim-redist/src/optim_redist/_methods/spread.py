@@ -1,0 +1,37 @@
+"""Replicas that grow in number: each needer first gets a part of what it needs, then the needers gather.
+
+Notation: n elements that a rank needs, h ranks that hold an element, q ranks that need it, q > h. In one exchange each
+holder sends n·q/h, and in the hops of "forward" it is as busy as that or waits for others. If the replicating axes of
+the target divide a dimension, the holders send each element once, and then every needer sends its n/q to q - 1 others:
+two exchanges, in which no rank moves more than 2·n if h holders have no more than n together.
+
+Axes are cut into their prime factors. Each factor divides the dimension that stays most even; among equally even ones,
+the dimension that leaves the neediest rank least to fetch from the source.
+"""
+
+from __future__ import annotations
+
+from optim_redist._methods.reduce_inside import cut_axes, split_further
+from optim_redist.layout import Layout
+from optim_redist.problem import Problem
+
+
+def spread(problem: Problem) -> Layout | None:
+    """The target with its replicating axes dividing dimensions; None if no dimension can be divided."""
+    layout = cut_axes(problem.dst)
+    for axis in layout.replicated_axes:
+        if layout.mesh.sizes[axis] > 1:
+            found = [split_further(problem.shape, layout, dim, [axis]) for dim in range(len(problem.shape))]
+            divided = [split for split in found if split is not None]
+            if not divided:
+                return None
+            layout = min(divided, key=lambda split: _largest_and_missing(problem, split))
+    return layout
+
+
+def _largest_and_missing(problem: Problem, layout: Layout) -> tuple[int, int]:
+    """What the fullest rank holds of a layout, and what the neediest lacks of it in the source."""
+    towards = Problem(problem.shape, problem.src, layout)
+    needed, kept = towards.needed_sizes, towards.num_kept
+    missing = max(needed[point] - kept.get(rank, 0) for rank, point in towards.dst_points.items())
+    return max(needed.values()), missing
