@@ -45,6 +45,23 @@ KINDS: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("is_read_there", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_loaded_in_inference_mode_is_stepped_outside(kind: str, is_read_there: bool) -> None:
+    """Also tensors that were made there, as `torch.load` does."""
+    (p,), (q,) = (random_parameters((8, 6)) for _ in range(2))
+    optimizer, other = KINDS[kind](p), KINDS[kind](q)
+    steps(optimizer, p, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    with torch.no_grad():
+        q.copy_(p)
+    with torch.inference_mode():
+        other.load_state_dict(copy.deepcopy(saved) if is_read_there else saved)
+    for each, param in ((optimizer, p), (other, q)):
+        steps(each, param, 2)
+    assert torch.equal(p, q)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_that_lacks_something_is_refused_and_leaves_the_optimizer(kind: str) -> None:
     """It would begin anew in silence, or fail in the step."""

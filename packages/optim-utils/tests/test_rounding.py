@@ -301,6 +301,17 @@ def test_split16_corners() -> None:
         assert join_master(parameter, low).isnan().all()
 
 
+def test_lazily_negated_tensors_are_rounded_and_split_as_their_numbers() -> None:
+    negated = torch.randn(5, 4, dtype=torch.complex64).conj().imag
+    assert negated.is_neg()
+    plain = negated.resolve_neg()
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(stochastic_round(negated, dtype, seed=3), stochastic_round(plain, dtype, seed=3))
+    parameter, low = split_master(negated)
+    assert torch.equal(join_master(parameter, low), plain)
+    assert torch.equal(join_master(torch._neg_view(-parameter), low), plain)
+
+
 def test_split16_survives_a_parameter_zeroed_from_outside() -> None:
     parameter, low = split_master(torch.tensor([1.0 - 2**-20, 1.0 + 2**-20]))
     assert low.tolist() == [-16, 8]

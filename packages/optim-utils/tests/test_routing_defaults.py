@@ -271,6 +271,7 @@ def refused():
             "bilinear": nn.Bilinear(3, 4, 2, bias=False),
             "attn.qkv": nn.Linear(8, 16, bias=False),
             "odd.qkv": nn.Linear(8, 17, bias=False),
+            "wide.qkv": nn.Linear(8, 48, bias=False),
             "mlp.w13": nn.Linear(8, 15, bias=False),
             "moe.experts": Weights(gate_up_proj=(2, 6, 10)),
             "moe.w13": Weights(weight=(2, 6, 10)),
@@ -301,6 +302,11 @@ def test_all_refusals_come_in_one_error_with_rules_that_work_when_pasted():
     assert caught.value.unrouted["mlp.w13.weight"] == "the name says fused gate and up, but 15 is odd"
     suggestions = [line.strip() for line in text.splitlines() if line.startswith("      ")]
     assert "Rule('attn.qkv.weight', split=(8, 4, 4))" in suggestions
+    # keys and values are no wider than queries: these heads are together wider than the model
+    assert [rule for rule in suggestions if "wide.qkv" in rule] == [
+        "Rule('wide.qkv.weight', split=3)",
+        "Rule('wide.qkv.weight', split=1)",
+    ]
     assert "Rule('low_rank.qkv.lora_B', split=3)" in suggestions
     assert "Rule('low_rank.qkv.lora_A', split=3)" not in suggestions
     rules = [eval(suggestion) for suggestion in suggestions]

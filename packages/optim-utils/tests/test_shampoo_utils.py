@@ -369,6 +369,37 @@ def test_unpack_then_pack_is_identity(n, batch, seed):
     assert torch.equal(pack_upper_triangular(m, check=True), packed)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.uint16])
+def test_symmetric_to_the_bit(dtype):
+    m = torch.eye(3).to(dtype)
+    pack_upper_triangular(m, check=True)
+    if dtype == torch.uint16:
+        return
+    m[0, 1] = m[1, 0] = math.nan
+    pack_upper_triangular(m, check=True)
+    m[0, 2], m[2, 0] = 0.0, -0.0
+    with pytest.raises(ValueError, match="not symmetric"):
+        pack_upper_triangular(m, check=True)
+
+
+def test_gradients_conjugates_and_negatives_pass_through_triangles():
+    m = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+    (pack_upper_triangular(m) * torch.arange(6.0)).sum().backward()
+    assert m.grad.tolist() == [[0, 1, 2], [0, 3, 4], [0, 0, 5]]
+    p = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    unpack_upper_triangular(p).sum().backward()
+    assert p.grad.tolist() == [1, 2, 2, 1, 2, 1]
+    z = torch.randn(3, 3, dtype=torch.complex64)
+    hermitian = z @ z.mH
+    rows, columns = torch.triu_indices(3, 3)
+    assert torch.equal(pack_upper_triangular(hermitian.mH), hermitian.mH[rows, columns])
+    packed = pack_upper_triangular(hermitian)
+    assert torch.equal(unpack_upper_triangular(packed.conj()), unpack_upper_triangular(packed).conj())
+    negated = z.conj().imag
+    assert negated.is_neg()
+    assert torch.equal(pack_upper_triangular(negated), negated[rows, columns])
+
+
 def test_packing_is_row_major_and_refuses_what_is_not_square():
     assert pack_upper_triangular(torch.arange(9).view(3, 3)).tolist() == [0, 1, 2, 4, 5, 8]
     for wrong in (torch.zeros(2, 3), torch.zeros(3), torch.zeros(())):

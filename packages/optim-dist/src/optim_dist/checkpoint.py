@@ -50,8 +50,8 @@ from optim_dist._checkpoint.restoring import Restoring
 from optim_dist._checkpoint.surveying import survey
 from optim_dist._checkpoint.writing import LATEST
 from optim_dist._optimizers.base import DistOptimizer
-from optim_dist._optimizers.inference import out_of_inference_mode
 from optim_dist.plan import ParameterSpec
+from optim_kernels.adamw_groups import out_of_inference_mode
 
 __all__ = ["CheckpointError", "Saving", "from_nanochat", "latest", "load", "load_nanochat", "save"]
 

@@ -9,6 +9,7 @@ from optim_kernels._optimizers.adamw_state import StateDtype, check_group, init_
 from optim_kernels._optimizers.adamw_step import AdamWStep
 from optim_kernels._optimizers.base import ELEMENTWISE_KEYS
 from optim_kernels._optimizers.followed_writes import FollowedWrites, can_be_followed
+from optim_kernels._optimizers.inference import out_of_inference_mode
 from optim_kernels._optimizers.private_state import KnownStates
 from optim_kernels._optimizers.storage import MASTER_KEYS, MasterWeights, master_of
 from optim_kernels.functional._adamw_tensor import CODE_BLOCK
@@ -27,4 +28,5 @@ __all__ = [
     "has_codes",
     "init_state",
     "master_of",
+    "out_of_inference_mode",
 ]

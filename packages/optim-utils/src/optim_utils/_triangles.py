@@ -13,14 +13,15 @@ def pack_upper_triangular(m: Tensor, *, check: bool = False) -> Tensor:
 
     Args:
         m: symmetric matrices of any dtype; what is below the diagonal is not read.
-        check: refuse matrices that are not symmetric to the bit, for which the packed form would lose the lower half.
+        check: refuse matrices that are not symmetric to the bit (of NaNs and signs of zeros, too), for which the packed
+            form would lose the lower half.
     """
     if m.ndim < 2 or m.shape[-1] != m.shape[-2]:
         raise ValueError(f"pack_upper_triangular takes square matrices, got shape {tuple(m.shape)}")
-    if check and not torch.equal(m, m.mT):
+    if check and not _is_symmetric(m):
         raise ValueError(f"a matrix of shape {tuple(m.shape)} is not symmetric: packing would lose its lower triangle")
     rows, columns = torch.triu_indices(m.shape[-1], m.shape[-1], device=m.device)
-    return _indexable(m)[..., rows, columns].view(m.dtype)
+    return _in_dtype(_indexable(m)[..., rows, columns], m.dtype)
 
 
 def unpack_upper_triangular(p: Tensor) -> Tensor:
@@ -35,7 +36,7 @@ def unpack_upper_triangular(p: Tensor) -> Tensor:
     # element (i, j) above the diagonal is number i·n - i(i-1)/2 + (j-i); below it is that of (j, i)
     line = torch.arange(n, device=p.device)
     i, j = torch.minimum(line[:, None], line), torch.maximum(line[:, None], line)
-    return _indexable(p)[..., i * n - i * (i - 1) // 2 + (j - i)].view(p.dtype)
+    return _in_dtype(_indexable(p)[..., i * n - i * (i - 1) // 2 + (j - i)], p.dtype)
 
 
 def _indexable(t: Tensor) -> Tensor:
@@ -44,4 +45,18 @@ def _indexable(t: Tensor) -> Tensor:
     On the CPU torch 2.9 lacks that for wide unsigned integers and 8-bit floats: drop with torch>=2.10.
     """
     signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-    return t.view(signed.get(t.dtype, torch.uint8 if t.dtype.itemsize == 1 else t.dtype))
+    return _in_dtype(t, signed.get(t.dtype, torch.uint8 if t.dtype.itemsize == 1 else t.dtype))
+
+
+def _in_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same bits in a dtype of the same size; in its own dtype the tensor itself, with its gradients."""
+    return t if t.dtype == dtype else t.view(dtype)
+
+
+def _is_symmetric(m: Tensor) -> bool:
+    """Whether each matrix ``[..., n, n]`` has the same bits as its transpose."""
+    m = m.detach().resolve_conj().resolve_neg()
+    if m.is_complex():
+        return all(_is_symmetric(part) for part in torch.view_as_real(m).unbind(-1))
+    bits = m.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[m.dtype.itemsize])
+    return torch.equal(bits, bits.mT)

@@ -50,7 +50,7 @@ def round_with_bits(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
 
     This is the rule of the module docstring without a generator of its own: a reference for kernels and their tests.
     """
-    x = x.detach().to(torch.float32)
+    x = x.detach().resolve_neg().to(torch.float32)
     if dtype == torch.bfloat16:
         rounded = ((x.view(torch.int32) + bits) & ~0xFFFF).view(torch.float32)
         largest = _BF16_MAX
@@ -116,6 +116,7 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
     """
     if master.dtype != torch.float32:
         raise TypeError(f"split_master takes a float32 master, got {master.dtype}")
+    master = master.resolve_neg()
     pattern = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
     parameter = ((pattern + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
     low = (pattern << 16 >> 16).to(torch.int16)
@@ -130,6 +131,6 @@ def join_master(parameter: Tensor, low: Tensor) -> Tensor:
     """
     if parameter.dtype != torch.bfloat16 or low.dtype != torch.int16:
         raise TypeError(f"join_master takes bfloat16 and int16, got {parameter.dtype} and {low.dtype}")
-    high = parameter.view(torch.int16).to(torch.int32)
+    high = parameter.resolve_neg().view(torch.int16).to(torch.int32)
     remainder = torch.where((high & 0x7FFF) == 0, low.clamp(min=0), low)
     return ((high << 16) + remainder).view(torch.float32)

@@ -32,7 +32,6 @@ from optim_dist._optimizers import step_checks
 from optim_dist._optimizers.construction import local
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.explain import Explanation, explain
-from optim_dist._optimizers.inference import out_of_inference_mode
 from optim_dist._optimizers.kept_items import KeptItems
 from optim_dist._optimizers.multipliers import ScaledGroups, given_multipliers
 from optim_dist._optimizers.norm import check_norm_type, norm_over_ranks
@@ -41,6 +40,7 @@ from optim_dist._optimizers.shards import Item, Shard, StepContext
 from optim_dist._optimizers.stateful import StatefulOptimizer
 from optim_dist._optimizers.states import nbytes
 from optim_dist.plan import Plan, RouteName
+from optim_kernels.adamw_groups import out_of_inference_mode
 from optim_kernels.clip import clip_factor as factor_of_norm
 from optim_kernels.muon_groups import Workspace, workspace_for
 

@@ -18,7 +18,6 @@ from optim_dist._optimizers import agreement, construction, step_checks
 from optim_dist._optimizers.bucketed import BucketedParameters
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.gradient_dtype import GradientDtypes
-from optim_dist._optimizers.inference import out_of_inference_mode
 from optim_dist._optimizers.live import LiveOptimizer, live_optimizers
 from optim_dist._optimizers.meeting import meet
 from optim_dist._optimizers.options import Options, groups_of
@@ -28,6 +27,7 @@ from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import Plan, RouteName
 from optim_dist.planning import plan_parameters
 from optim_dist.sharded import UnbucketedParameters
+from optim_kernels.adamw_groups import out_of_inference_mode
 from optim_redist import Layout
 from optim_utils.param_groups import MatrixView
 

@@ -13,12 +13,11 @@ from optim_dist._optimizers import interchange, loaded_state, states, step_check
 from optim_dist._optimizers.consolidation import IS_WHOLE, Consolidated, consolidate
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.followed_masters import FollowedMasters
-from optim_dist._optimizers.inference import out_of_inference_mode
 from optim_dist._optimizers.moved_state import take_state
 from optim_dist._optimizers.planned import PlannedOptimizer
 from optim_dist._optimizers.shards import Route, Shard
 from optim_dist.plan import Plan, RouteName
-from optim_kernels.adamw_groups import MASTER_KEYS
+from optim_kernels.adamw_groups import MASTER_KEYS, out_of_inference_mode
 from optim_kernels.muon_groups import make_groups_plain
 
 # options of a group that say what its states hold, and in which dtypes; whether beta2 is None matters, too

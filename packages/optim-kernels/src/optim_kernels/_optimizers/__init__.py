@@ -3,6 +3,7 @@
 What is where:
 
     base group_clipping private_state         what all classes share
+    inference                                 calls under ``torch.inference_mode()``
     kinds plain_options                       groups of both kinds, and as a state dict holds them
     storage followed_writes                   dtypes of parameters, masters, step counts; masters that follow writes
     adamw_state adamw_codes                   AdamW's states and their 8-bit codes

@@ -23,6 +23,7 @@ from torch.optim import optimizer as torch_optimizer
 from optim_kernels._dtensors import whole
 from optim_kernels._optimizers.adamw_state import NEEDED
 from optim_kernels._optimizers.followed_writes import FollowedWrites, can_be_followed
+from optim_kernels._optimizers.inference import as_normal, out_of_inference_mode
 from optim_kernels._optimizers.plain_options import with_dtypes
 from optim_kernels.functional._lists import check_numbers
 from optim_utils.low_bit import from_plain
@@ -61,6 +62,7 @@ class StatefulOptimizer(Optimizer):
         with_masters = [param for _, param in self._parameters() if "master" in state.get(param, {})]
         self._writes.note([*filter(can_be_followed, with_masters)])
 
+    @out_of_inference_mode
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over ``state_dict``, of this class or of torch's, in the dtypes this instance works with.
 
@@ -109,7 +111,7 @@ class StatefulOptimizer(Optimizer):
             # a parameter that never had a gradient may have an empty state
             if saved:
                 self._check_shapes(param, saved)
-                self.state[param] = self._place_state(param, group, dict(saved))
+                self.state[param] = self._place_state(param, group, as_normal(saved))
         self._note_writes()
 
     def _needed_state(self, group: dict[str, Any]) -> Sequence[str]:

@@ -238,8 +238,10 @@ def _qkv(leaf: Leaf, view: MatrixView) -> _Fusion:
         return _Fusion((rows,) * 3, -1)
     width, fused = sorted((rows, columns))
     rest = fused - width
-    # grouped-query attention: as many query rows as the width, and the rest in equal parts for K and V
-    guess = [f"split=({width}, {rest // 2}, {rest // 2})"] if rest > 0 and rest % 2 == 0 else []
+    # grouped-query attention: as many query rows as the width, and the rest in equal parts for K and V, which are no
+    # larger; or heads that are together wider or narrower than the model
+    grouped = rest > 0 and rest % 2 == 0 and rest // 2 <= width
+    guess = [f"split=({width}, {rest // 2}, {rest // 2})"] * grouped + ["split=3"] * (fused % 3 == 0)
     raise Refusal(
         f"the name says fused Q, K, V, but neither of {rows} and {columns} is three times the other", *guess, _WHOLE
     )

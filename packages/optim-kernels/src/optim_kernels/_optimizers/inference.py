@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -26,3 +27,10 @@ def out_of_inference_mode(function: Callable[Given, Result]) -> Callable[Given, 
             return function(*args, **kwargs)
 
     return called
+
+
+def as_normal(value: Any) -> Any:
+    """A copy of a tensor of inference mode, which can be written outside of it; dicts by value, others unchanged."""
+    if isinstance(value, dict):
+        return {key: as_normal(each) for key, each in value.items()}
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
