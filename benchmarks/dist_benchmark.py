@@ -7,7 +7,7 @@ Ceilings are measured first, and floors follow from them. W ranks, f = (W-1)/W, 
 
     wire  = f N g / reduce-scatter rate + f N p / all-gather rate
     local = 7 N p / (W copy rate)  for AdamW: gradient, two states and parameter read, three of them written
-    floor = max(wire, local)       Muon: without Newton-Schulz, which only the machine's product rate bounds
+    floor = max(wire, local)       Muon: without Newton–Schulz, which only the machine's product rate bounds
 
 Gradients are ready, different on every rank. Ours starts with them in its buckets, where backward accumulates into
 them ("in place"), or outside ("copied in"); peers driven by hooks, and ours where it keeps no gradients ("streamed"),

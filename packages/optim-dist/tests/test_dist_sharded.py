@@ -3,7 +3,7 @@
 The oracle on every rank is the same optimizer over a group of one, on whole parameters, fed with the DTensors' whole
 gradients: what differs is only where elements lie. All scenarios of a number of ranks run in one launch. Matrices go by
 ``impl="torch"`` here, which is what a CPU has anyway: the kernels fuse multiplications with additions, and where a
-16-bit rounding falls otherwise Newton-Schulz makes more of it; one scenario says how much.
+16-bit rounding falls otherwise Newton–Schulz makes more of it; one scenario says how much.
 """
 
 from functools import cache, partial
@@ -180,7 +180,7 @@ def kernels_agree_to_the_rounding_of_the_iteration(rank, world_size):
     oracle.step()
     for parameter, twin, before in zip(cut, twins, start):
         difference = torch.linalg.vector_norm(parameter.full_tensor() - twin)
-        # Newton-Schulz in 16 bits is off by a few percent at most (tiny singular values), by 0.2 % as a rule
+        # Newton–Schulz in 16 bits is off by a few percent at most (tiny singular values), by 0.2 % as a rule
         assert difference <= 0.03 * torch.linalg.vector_norm(twin - before), tuple(twin.shape)
 
 

@@ -1,4 +1,4 @@
-"""Newton-Schulz in one memory of limited size for all buckets; kernels are interpreted where there is no GPU."""
+"""Newton–Schulz in one memory of limited size for all buckets; kernels are interpreted where there is no GPU."""
 
 import gc
 import weakref

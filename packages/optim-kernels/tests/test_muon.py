@@ -468,14 +468,14 @@ def test_kernels_that_are_asked_for_in_vain_are_refused_before_anything_moves(op
     optimizer = TritonMuon([("first", params[0]), ("last", params[1])], impl="triton", **options)
     name = "first" if options else "last"
     with pytest.raises(
-        RuntimeError, match=f"impl='triton' .* fp64, in which {name} is orthogonalised; use impl='auto'"
+        RuntimeError, match=f"impl='triton' .* fp64, in which {name} is orthogonalized; use impl='auto'"
     ):
         optimizer.step()
     buffers = [torch.zeros_like(p) for p in params]
     config = NSConfig(dtype=options.get("ns_dtype"))
     if "momentum_dtype" in options:
         buffers = [buffer.double() for buffer in buffers]
-    with pytest.raises(RuntimeError, match=r"impl='triton' .* fp64, in which grads\[[01]\] is orthogonalised"):
+    with pytest.raises(RuntimeError, match=r"impl='triton' .* fp64, in which grads\[[01]\] is orthogonalized"):
         muon_(params, [torch.ones_like(p) for p in params], buffers, lr=0.1, ns=config, impl="triton")
     moved = [*buffers, *(state["momentum_buffer"] for state in optimizer.state.values())]
     assert not any(map(torch.any, moved))

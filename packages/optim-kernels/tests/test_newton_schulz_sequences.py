@@ -76,7 +76,7 @@ def made(shape: tuple[int, ...], dtype: torch.dtype, layout: str, seed: int) -> 
 
 
 class Sequences(RuleBasedStateMachine):
-    """Matrices that are orthogonalised again and again, by options that come again."""
+    """Matrices that are orthogonalized again and again, by options that come again."""
 
     @initialize(impl=st.sampled_from(["torch", "triton"]), first=options, second=options)
     def build(self, impl: Any, first: dict[str, Any], second: dict[str, Any]) -> None:

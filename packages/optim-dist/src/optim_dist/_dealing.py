@@ -1,6 +1,6 @@
 """Who orthogonalizes which matrix: even work first, even bytes second, buckets last.
 
-Newton-Schulz on an m x n matrix (m <= n) by symmetric products costs 5 (3 m^2 n + m^3) flops; moving it costs its
+Newton–Schulz on an m x n matrix (m <= n) by symmetric products costs 5 (3 m^2 n + m^3) flops; moving it costs its
 bytes. Equal shapes are dealt round-robin as far as their count divides by the number of ranks: equal chunks, equal
 work, no padding. The rest is placed by ``optim_utils.balance.partition``. Placing everything by ``partition`` is tried,
 too, and the better of the two results taken.

@@ -60,7 +60,7 @@ class ParameterSpec:
 
     @property
     def cost(self) -> int:
-        """Floating-point operations of its Newton-Schulz iteration; 0 for an elementwise parameter."""
+        """Floating-point operations of its Newton–Schulz iteration; 0 for an elementwise parameter."""
         if self.route != "muon":
             return 0
         return sum(newton_schulz_flops(shape) for shape in self.matrix_shapes or (self.shape,))
@@ -192,7 +192,7 @@ class Plan:
         return ranges
 
     def loads(self) -> list[int]:
-        """Newton-Schulz flops of every rank."""
+        """Newton–Schulz flops of every rank."""
         loads = [0] * self.world_size
         for bucket in self.buckets:
             for piece in bucket.pieces():
@@ -201,7 +201,7 @@ class Plan:
 
     @property
     def imbalance(self) -> float:
-        """The most loaded rank's Newton-Schulz work over the mean; 1.0 is even."""
+        """The most loaded rank's Newton–Schulz work over the mean; 1.0 is even."""
         loads = self.loads()
         return max(loads) * self.world_size / sum(loads) if any(loads) else 1.0
 

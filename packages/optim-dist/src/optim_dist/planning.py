@@ -77,7 +77,7 @@ def plan_parameters(
 ) -> Plan:
     """Buckets for ``specs``, which are listed in forward order; matrices first, each kind in backward order.
 
-    Elementwise buckets come last: their wire time hides under the Newton-Schulz of the matrices. The dtypes of
+    Elementwise buckets come last: their wire time hides under the Newton–Schulz of the matrices. The dtypes of
     gradients do not change where parameters lie, so that states load whatever these dtypes are.
     """
     if not isinstance(world_size, Integral) or world_size < 1:

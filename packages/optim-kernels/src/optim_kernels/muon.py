@@ -1,4 +1,4 @@
-"""`TritonMuon`: momentum, orthogonalised by Newton–Schulz, for the matrices of a model.
+"""`TritonMuon`: momentum, orthogonalized by Newton–Schulz, for the matrices of a model.
 
 A drop-in for ``torch.optim.Muon`` that also follows Keller Jordan's and nanochat's conventions (``VARIANTS``). The
 formulas stand in `optim_kernels.reference.muon`.

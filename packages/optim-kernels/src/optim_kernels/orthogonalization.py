@@ -1,4 +1,4 @@
-"""Newton–Schulz orthogonalisation as a function with gradients, usable inside ``torch.compile`` and ``torch.func``.
+"""Newton–Schulz orthogonalization as a function with gradients, usable inside ``torch.compile`` and ``torch.func``.
 
     X = x / N,  then ``steps`` times  X ← aX + (bA + cA²)X,  A = XXᵀ
 
@@ -256,7 +256,7 @@ def _takes_triton(x: Tensor, config: NSConfig, impl: Impl) -> bool:
         if impl == "triton":
             raise RuntimeError(
                 f"impl='triton' multiplies no fp64, in which the {x.dtype} matrix of shape {tuple(x.shape)} would be "
-                "orthogonalised; use impl='auto' or 'torch', or compute_dtype=torch.float32"
+                "orthogonalized; use impl='auto' or 'torch', or compute_dtype=torch.float32"
             )
         return False
     return use_triton(impl, x, f"a matrix of shape {tuple(x.shape)}")

@@ -1,4 +1,4 @@
-"""The owner's work on whole matrices: Newton-Schulz, in the grouped launches of the unsharded optimizer.
+"""The owner's work on whole matrices: Newton–Schulz, in the grouped launches of the unsharded optimizer.
 
     O = direction of U        formula: ``optim_kernels.reference.muon``
 

@@ -2,7 +2,7 @@
 
     every rank   B <- mu B + (1 - mu) G,   U         on its shards (formula: ``optim_kernels.reference.muon``)
     collect      the shards of every U to its owner
-    the owner    O = direction of the whole U        Newton-Schulz, and what the group's options add to it
+    the owner    O = direction of the whole U        Newton–Schulz, and what the group's options add to it
     spread       O as the parameter is cut, to all its replicas; the second moment, a vector, to every rank
     every rank   p <- p updated by O                 on its shards
 

@@ -68,7 +68,7 @@ class DistOptimizer(StatefulOptimizer):
     _scaled_groups: ScaledGroups
     _kept: KeptItems | None  # items of the buckets
     _caches: dict[tuple[RouteName, object], dict[Any, Any]]  # a route's own, one for all that it updates together
-    _workspace: Workspace | None  # for Newton-Schulz
+    _workspace: Workspace | None  # for Newton–Schulz
 
     def _connect(self) -> None:
         self._caches = {}

@@ -232,7 +232,7 @@ def plan_text(plan: Plan, data: dict[str, Any]) -> str:
     ]
     if any(data["newton_schulz_tflop"]):
         per_rank = ", ".join(f"{load:.3g}" for load in data["newton_schulz_tflop"])
-        totals.append(f"Newton-Schulz TFLOP by rank: {per_rank}; imbalance {data['imbalance']:.3f}")
+        totals.append(f"Newton–Schulz TFLOP by rank: {per_rank}; imbalance {data['imbalance']:.3f}")
     columns = ("bucket", "route", "dtype", "gradients", "on the wire", "bytes", "padding")
     return "\n".join([*_table(header, rows), "", *_table(columns, buckets), "", *totals])
 

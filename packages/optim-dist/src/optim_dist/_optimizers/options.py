@@ -27,7 +27,7 @@ GRADIENTS = ("resident", "streamed")
 TRANSPORTS = ("backend", "symm")
 # Gradients exist for only a few buckets at a time; smaller buckets than the default save memory.
 STREAMED_BUCKET_MB = 64
-# Newton-Schulz leaves these to NCCL. On two H100s 16 serve NCCL as well as 24, and cost Newton-Schulz .4 to 2 %.
+# Newton–Schulz leaves these to NCCL. On two H100s 16 serve NCCL as well as 24, and cost Newton–Schulz .4 to 2 %.
 SPARE_MULTIPROCESSORS = 16
 
 
@@ -89,7 +89,7 @@ class Options:
         accumulation_steps: every k-th backward pass reduces while it runs. None: reductions start at ``step()``.
         overlap: False keeps every collective inside ``step()``.
         bucket_mb: approximate size of a bucket, in 2^20 bytes; None chooses.
-        ns_workspace_mb: 2^20 bytes that Newton-Schulz may take at a time on a rank (one parameter may take more):
+        ns_workspace_mb: 2^20 bytes that Newton–Schulz may take at a time on a rank (one parameter may take more):
             matrices are stepped in parts that fit, and all buckets share this memory. None: every bucket has memory of
             its own for all its matrices, some 6 bytes an element in 16-bit dtypes.
         max_norm: clip by the global norm inside ``step()``, in addition to an earlier ``clip_grad_norm_``.

@@ -85,7 +85,7 @@ class Chain:
 
 
 def takes_chain(count: int, m: int, n: int, config: NSConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether ``count`` matrices m×n are orthogonalised in one launch."""
+    """Whether ``count`` matrices m×n are orthogonalized in one launch."""
     if not _can_chain(config, dtype, device) or (m > LARGEST_SIDE and not config.restarts_in_factors(m, n)):
         return False
     blocks = cdiv(m, TILE_SIDE)

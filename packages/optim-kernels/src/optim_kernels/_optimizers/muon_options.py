@@ -124,7 +124,7 @@ def rule_of(group: Mapping[str, Any]) -> MuonRule:
 
 
 def ns_config_of(group: Mapping[str, Any]) -> NSConfig:
-    """The group's orthogonalisation."""
+    """The group's orthogonalization."""
     return config_of(*(hashable(group[key]) for key in _NS_KEYS))
 
 

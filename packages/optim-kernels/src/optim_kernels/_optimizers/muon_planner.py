@@ -1,6 +1,6 @@
 """Muon's parameters sorted by what updates them: grouped launches in plans, or `functional.muon_`.
 
-A plan serves the parameters that share everything but hyperparameters: the rule, the orthogonalisation, the dtypes.
+A plan serves the parameters that share everything but hyperparameters: the rule, the orthogonalization, the dtypes.
 Plans are kept from step to step, and dropped when one of their tensors is replaced; but a plan that a CUDA graph of the
 caller's has captured is kept, because replays read its tables. As long as steps resemble each other, the parameters are
 not sorted again (`muon_steady`).
@@ -285,7 +285,7 @@ class MuonPlanner:
         entry: MuonEntry,
         tensors: MuonTensors,
     ) -> None:
-        """Put an entry into the batch that shares its rule, orthogonalisation, dtypes and device."""
+        """Put an entry into the batch that shares its rule, orthogonalization, dtypes and device."""
         master = None if tensors.master is None else tensors.master.dtype
         dtypes = (entry.param.dtype, entry.grad.dtype, tensors.momentum_buffer.dtype, master)
         key: _Key = (options, dtypes, entry.param.device)

@@ -113,7 +113,7 @@ def why_not_plan(tensors: MuonTensors, ns: NSConfig) -> str | None:
         if state is not None and state.device != p.device:
             return f"its {name} is on {state.device}"
     if ns.dtype == torch.float64:
-        return "it is orthogonalised in fp64"
+        return "it is orthogonalized in fp64"
     if ns.steps == 0:
         return "it takes no Newton–Schulz step"
     if b.stride() != p.stride() or (tensors.master is not None and tensors.master.stride() != p.stride()):

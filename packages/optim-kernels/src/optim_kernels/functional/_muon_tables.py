@@ -1,7 +1,7 @@
 """What a Muon plan keeps on the device: tables of its matrices and tiles, X buffers, room for sums.
 
 Matrices of one shape are a batch, and batches that share a short side and an iteration are a family; both are numbered
-consecutively. Batches of one short side that are orthogonalised in one launch are a chain instead, whatever their
+consecutively. Batches of one short side that are orthogonalized in one launch are a chain instead, whatever their
 iterations, and their X is cut into panels (`_hopper.chain_kernel`).
 """
 

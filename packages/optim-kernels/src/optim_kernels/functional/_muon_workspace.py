@@ -1,4 +1,4 @@
-"""Memory that Muon plans share, orthogonalising one after another, instead of having memory of their own.
+"""Memory that Muon plans share, orthogonalizing one after another, instead of having memory of their own.
 
     a matrix m×n takes at most  x m n' + k m²  elements
 

@@ -77,7 +77,7 @@ def muon_(
         params, grads, momentum_buffers: matrices, or batches of them, ``[..., r, c]``, unless ``views`` say more; three
             tensors of one shape each.
         lr, weight_decay, momentum, beta2: floats or 0-d tensors.
-        ns: the orthogonalisation; ``None`` is ``NSConfig()``.
+        ns: the orthogonalization; ``None`` is ``NSConfig()``.
         scale: what lr is multiplied by (`reference.muon.MuonRule`).
         second_moments: NorMuon's V (`new_second_moment`), moved with ``beta2``; ``None`` leaves NorMuon out.
         views: how each parameter is read as matrices; ``None``: the last two dimensions, as stored.
@@ -209,11 +209,11 @@ def muon_update(
 
 
 def check_kernels(grad: Tensor, momentum_buffer: Tensor, ns: NSConfig, name: str) -> None:
-    """Raise ``RuntimeError`` unless the kernels, which ``impl="triton"`` asks for, can orthogonalise this update."""
+    """Raise ``RuntimeError`` unless the kernels, which ``impl="triton"`` asks for, can orthogonalize this update."""
     u = torch.empty(0, dtype=wide_dtype(grad, momentum_buffer), device=grad.device)
     if torch.float64 in (u.dtype, ns.compute_dtype(u)):
         raise RuntimeError(
-            f"impl='triton' multiplies no fp64, in which {name} is orthogonalised; use impl='auto' or 'torch', or fp32"
+            f"impl='triton' multiplies no fp64, in which {name} is orthogonalized; use impl='auto' or 'torch', or fp32"
         )
     use_triton("triton", u, name)
 

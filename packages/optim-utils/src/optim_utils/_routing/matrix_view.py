@@ -1,6 +1,6 @@
 """How a parameter is read as matrices: zero-copy, the same for the parameter, its gradient and its momentum.
 
-Muon orthogonalises matrices, while models store fused, stacked, transposed and convolutional weights. A `MatrixView`
+Muon orthogonalizes matrices, while models store fused, stacked, transposed and convolutional weights. A `MatrixView`
 names the steps from the stored tensor t to its matrices, in this order, none of which copies:
 
     1. permute   t.permute(order)                      columns of a channels_last convolution in memory order
@@ -94,7 +94,7 @@ class MatrixView:
 
     @property
     def num_matrices(self) -> int:
-        """How many matrices are orthogonalised, over all views."""
+        """How many matrices are orthogonalized, over all views."""
         return sum(prod(shape[:-2]) for shape in self.shapes)
 
     def views(self, tensor: Tensor) -> tuple[Tensor, ...]:
