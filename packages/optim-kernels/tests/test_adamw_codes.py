@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -277,6 +278,20 @@ def test_checkpoints_go_both_ways_and_other_codes_are_refused() -> None:
             impl="triton",
             **OPTIONS,
         )
+
+
+def test_checkpoints_and_copies_are_made_in_inference_mode_too() -> None:
+    p = torch.nn.Parameter(torch.randn(80, 70, device=DEVICE))
+    optimizer = TritonAdamW([p], state_dtype="int8")
+    p.grad = torch.randn_like(p)
+    optimizer.step()
+    expected, of_torch = str(optimizer.state_dict()), str(optimizer.to_torch_state_dict())
+    with torch.inference_mode():
+        assert str(optimizer.state_dict()) == expected
+        assert str(optimizer.to_torch_state_dict()) == of_torch
+        assert str(copy.deepcopy(optimizer).state_dict()) == expected
+    # the moments are still written outside of the mode
+    optimizer.step()
 
 
 def test_states_of_version_0_2_are_converted() -> None:

@@ -152,6 +152,53 @@ def test_data_can_be_exchanged(fmt: LowBitFormat) -> None:
         q.data = torch.zeros(3, 8)
 
 
+IN_INFERENCE_MODE = {
+    "clone": torch.clone,
+    "contiguous": Tensor.contiguous,
+    "deepcopy": copy.deepcopy,
+    "to a dtype": lambda q: q.to(torch.bfloat16),
+    "half": Tensor.half,
+    "cpu": Tensor.cpu,
+    "type": lambda q: q.type(torch.float16),
+    "zeros_like": torch.zeros_like,
+    "copy_": lambda q: q.copy_(torch.ones(q.shape)),
+    # and what shares memory
+    "detach": Tensor.detach,
+    "data": lambda q: q.data,
+    "slice": lambda q: q[8:16],
+    "narrow": lambda q: q.narrow(0, 8, 8),
+    "chunk": lambda q: q.chunk(2)[1],
+    "split": lambda q: q.split(8)[1],
+    "split in sizes": lambda q: q.split([8, 16])[1],
+    "tensor_split": lambda q: q.tensor_split(3)[1],
+}
+
+
+@pytest.mark.parametrize("name", IN_INFERENCE_MODE)
+@pytest.mark.parametrize("made_there", [False, True], ids=["normal", "inference"])
+@every_format
+def test_inference_mode_changes_no_result(fmt: LowBitFormat, made_there: bool, name: str) -> None:
+    operation = IN_INFERENCE_MODE[name]
+    with torch.inference_mode(made_there):
+        q = example(fmt, 24, 8)
+    expected, of_floats = operation(example(fmt, 24, 8)), torch.zeros(24, 8)
+    with torch.inference_mode(made_there):
+        of_floats = of_floats.clone()
+    with torch.inference_mode():
+        result, of_floats = operation(q), operation(of_floats)
+    assert same_bits(result, expected)
+    assert result.dtype == expected.dtype
+    # torch's views of normal tensors are normal ones, which are written outside of the mode too
+    assert result.is_inference() == result.codes.is_inference() == of_floats.is_inference()
+
+
+def test_inference_mode_refuses_the_same_operations() -> None:
+    q = example(INT8)
+    for operation in (lambda: q + 1, lambda: q @ q.mT, lambda: q.reshape(-1), lambda: q.sum()):
+        with torch.inference_mode(), pytest.raises(NotImplementedError, match="dequantize"):
+            operation()
+
+
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("is_parameter", [False, True])
 def test_copies_of_parameters_are_parameters(is_parameter: bool, requires_grad: bool) -> None:

@@ -8,6 +8,7 @@ so that code shows where it decodes.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -167,12 +168,14 @@ class LowBitTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         operation = _OPERATIONS.get(func)
-        if operation is None:
+        # in inference mode, operations that are made of others come here whole
+        result = (operation or func.decompose)(*args, **(kwargs or {}))
+        if result is NotImplemented:
             raise NotImplementedError(
                 f"{func} is not defined for a LowBitTensor of shape {_shape_of_first(args)}: "
                 "compute with its .dequantize() and quantize the result"
             )
-        return operation(*args, **(kwargs or {}))
+        return result
 
 
 def rebuild_low_bit_tensor(
@@ -213,6 +216,20 @@ def _shape_of_first(args: Sequence[Any]) -> tuple[int, ...] | None:
     return None if found is None else tuple(found.shape)
 
 
+def _aliasing(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """``operation``, whose results share memory with its tensor, and so are inference tensors only if that is one."""
+
+    @functools.wraps(operation)
+    def run(x: LowBitTensor, *args: Any, **options: Any) -> Any:
+        if not torch.is_inference_mode_enabled() or x.is_inference():
+            return operation(x, *args, **options)
+        with torch.inference_mode(False):
+            return operation(x, *args, **options)
+
+    return run
+
+
+@_aliasing
 def _detach(x: LowBitTensor) -> LowBitTensor:
     return x.with_parts(Tensor.detach)
 
@@ -296,6 +313,7 @@ def encode_tensor(x: Tensor, fmt: LowBitFormat, *, uniform: Tensor | None = None
     return encode_sharded(x, fmt, uniform=uniform)
 
 
+@_aliasing
 def _slice(
     x: LowBitTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> LowBitTensor:
@@ -306,6 +324,7 @@ def _slice(
     return _cut(x, dim % x.dim(), begin, max(begin, stop))
 
 
+@_aliasing
 def _split(x: LowBitTensor, size: int, dim: int = 0) -> list[LowBitTensor]:
     total = x.shape[dim]
     if total and not size:
@@ -314,6 +333,7 @@ def _split(x: LowBitTensor, size: int, dim: int = 0) -> list[LowBitTensor]:
     return [_cut(x, dim % x.dim(), start, min(start + size, total)) for start in starts]
 
 
+@_aliasing
 def _split_with_sizes(x: LowBitTensor, sizes: Sequence[int], dim: int = 0) -> list[LowBitTensor]:
     if sum(sizes) != x.shape[dim]:
         raise ValueError(f"sizes {list(sizes)} must add up to {x.shape[dim]}, the size of dimension {dim}")
