@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from optim_utils import DYNAMIC8, INT4, INT8, UINT8_AFFINE, QuantizedTensorList, dequantize, quantize
+from optim_utils import (
+    DYNAMIC8,
+    INT4,
+    INT8,
+    UINT8_AFFINE,
+    DequantizeQuantizedTensorListContext,
+    QuantizedTensorList,
+    dequantize,
+    quantize,
+)
 from optim_utils import _many_tensors as many
 from optim_utils._many_tensors import Stacks, decode_many, encode_many, round_many
 from optim_utils.low_bit import LowBitFormat
@@ -74,3 +83,34 @@ def test_stacks_keep_shapes_devices_and_strides_and_see_new_tensors() -> None:
     stored.quantize_()
     stored.quantized_value_list = (torch.ones(3, dtype=torch.bfloat16),)
     assert stored.dequantize()[0].shape == (3,)
+
+
+@pytest.mark.parametrize("shape", [(4, 64), (256,), (3,), ()], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("fmt", [torch.bfloat16, INT8, INT8.with_(layout="rows"), UINT8_AFFINE, INT4], ids=str)
+def test_for_autograd_values_are_tensors_of_their_own(
+    fmt: LowBitFormat | torch.dtype, count: int, shape: tuple[int, ...]
+) -> None:
+    given = [torch.full(shape, 1.0 + i) for i in range(count)]
+    quantized = QuantizedTensorList([(x, None, None) for x in given], fmt)
+    before = [x.clone() for x in quantized.dequantize()]
+    weight = torch.full(shape, 3.0, requires_grad=True)
+    with DequantizeQuantizedTensorListContext(quantized, write_back=False) as values:
+        loss = (values[0] * weight).sum()
+        for value in values[1:]:
+            value.mul_(2)
+        loss.backward()
+        values[0].mul_(weight)
+        assert not any(value._is_view() for value in values[1:])
+        changed = [value.detach() for value in values]
+    assert torch.equal(weight.grad, before[0])
+    for value, old, factor in zip(changed, before, [3, 2, 2]):
+        assert torch.equal(value, old * factor)
+
+
+def test_a_tensor_decoded_without_gradients_can_be_changed_with_them() -> None:
+    weight = torch.full((4, 64), 3.0, requires_grad=True)
+    with torch.no_grad():
+        numbers = quantize(torch.ones(4, 64), INT8).dequantize()
+    numbers.mul_(weight).sum().backward()
+    assert torch.equal(weight.grad, torch.ones(4, 64))

@@ -86,8 +86,9 @@ def decode_many(tensors: Sequence[LowBitTensor], dtype: torch.dtype) -> tuple[Te
         sizes = [tensors[i].numel() for i in members]
         fmt = tensors[members[0]].fmt.with_(layout="flat")
         row = decode_blocks(codes, scale, offset, fmt, (sum(sizes),)).to(dtype)
-        for i, part in zip(members, row.split(sizes)):
-            decoded[i] = part.view(tensors[i].shape)
+        # neither is told to autograd, for which each part then is a tensor of its own
+        for i, part in zip(members, row.unsafe_split_with_sizes(sizes)):
+            decoded[i] = part.resize_(tensors[i].shape)
     return tuple(decoded[i] if i in decoded else tensor.dequantize(dtype) for i, tensor in enumerate(tensors))
 
 

@@ -87,7 +87,9 @@ class LowBitTensor(Tensor):
         """The numbers, in ``dtype`` or this tensor's; a DTensor if the codes are one."""
         dtype = dtype or self.dtype
         if not is_dtensor(self.codes):
-            return decode_blocks(self.codes, self.scale, self.offset, self.fmt, self.shape).to(dtype)
+            numbers = decode_blocks(self.codes, self.scale, self.offset, self.fmt, self.shape)
+            # no view for autograd: one made without gradients could not be changed in place with them
+            return numbers.to(dtype) if dtype != numbers.dtype else aten._unsafe_view.default(numbers, self.shape)
         from optim_utils._low_bit.sharded import decode_sharded
 
         return decode_sharded(self.parts, self.fmt, self.shape).to(dtype)
