@@ -29,7 +29,7 @@ from optim_redist import (
     simulate,
     verify,
 )
-from optim_redist._methods.chunked import fullest_round, in_rounds
+from optim_redist._methods.chunked import fullest_round, in_rounds, parts_of_grid
 from optim_redist._methods.direct import direct_phases
 from optim_redist._methods.exchanges import DirectExchange, Exchange, relayed
 from optim_redist._methods.relay import relay_phases
@@ -194,8 +194,10 @@ def test_a_reduction_of_several_dimensions_fits_where_one_chunk_is_left(shape: t
     src, dst = Layout(Mesh(4), [None] * len(shape), {0: "sum"}), Layout(Mesh(4), [None] * len(shape))
     limit = plan(shape, dtype, src, dst).bounds.memory * (4 if dtype == "float32" else 2) + 2**16
     made = plan(shape, dtype, src, dst, memory_limit=limit)
-    # more rounds than the longest dimension has indices
-    assert made.stages[0].rounds > max(shape)
+    # more rounds than the longest dimension has indices, none of them empty
+    rounds = made.stages[0].rounds
+    assert rounds > max(shape)
+    assert parts_of_grid(made.problems[0], rounds) == rounds
     assert made.peak_bytes <= limit
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from optim_redist._methods.borders import crossings
-from optim_redist._methods.chunked import COMBINED_AT_ONCE, in_rounds, largest_part
+from optim_redist._methods.chunked import COMBINED_AT_ONCE, in_rounds, largest_part, parts_of_grid
 from optim_redist._methods.direct import direct_phases
 from optim_redist._methods.exchanges import DirectExchange, Exchange, moved_in_order, relayed
 from optim_redist._methods.forward import forward_phases
@@ -170,7 +170,7 @@ def _num_rounds(request: Request, exchanges: Sequence[Exchange]) -> int:
     # more rounds than the busiest rank has elements cannot help
     most = min(max(max(moved.values(), default=1) for moved in whole), _MAX_ROUNDS)
     rounds = min(max(_least_rounds(request, limit, moved) for moved in whole), most)
-    failed, step = rounds - 1, max(1, rounds // 64)
+    failed, step = rounds - 1, max(1, rounds // 16)
     while not fits(rounds):
         if rounds == most:
             return most
@@ -178,7 +178,8 @@ def _num_rounds(request: Request, exchanges: Sequence[Exchange]) -> int:
     while rounds - failed > 1 + rounds // 128:
         middle = (failed + rounds) // 2
         failed, rounds = (failed, middle) if fits(middle) else (middle, rounds)
-    return rounds
+    # more rounds than a reduction's grid has parts would be empty
+    return rounds if request.problem.num_contributions == 1 else parts_of_grid(request.problem, rounds)
 
 
 def _least_rounds(request: Request, limit: int, moved: Mapping[int, int]) -> int:

@@ -114,6 +114,11 @@ def grid_of(problem: Problem, num_rounds: int) -> list[tuple[int, int]]:
     return found
 
 
+def parts_of_grid(problem: Problem, num_rounds: int) -> int:
+    """The parts of the grid for so many rounds: as many, or fewer where no grid has so many."""
+    return prod([count for _, count in grid_of(problem, num_rounds)])
+
+
 def over_grid(parts: Sequence[Sequence[int]], num_rounds: int) -> list[int]:
     """The elements of every round, from those of the parts along every dimension of the grid."""
     found = [1]

@@ -35,16 +35,23 @@ class Exchange:
 
     def __init__(self, problem: Problem, volumes: Volumes, phase: Callable[[], Phase]) -> None:
         self._problem, self.volumes, self._made = problem, volumes, cache(phase)
+        self._known: dict[int, dict[int, int]] = {}
 
     @classmethod
     def of(cls, problem: Problem, phase: Phase, topology: Topology) -> Exchange:
         return cls(problem, volumes_of(phase, topology), lambda: phase)
 
     def fullest_round(self, num_rounds: int) -> dict[int, int]:
-        """For every rank, the most elements that it sends and receives in any one round."""
+        """For every rank, the most elements that it sends and receives in any one round; computed once."""
         if num_rounds == 1:
             sent, received = self.volumes.sent, self.volumes.received
             return {rank: sent.get(rank, 0) + received.get(rank, 0) for rank in {*sent, *received}}
+        found = self._known.get(num_rounds)
+        if found is None:
+            found = self._known[num_rounds] = self._fullest_of(num_rounds)
+        return found
+
+    def _fullest_of(self, num_rounds: int) -> dict[int, int]:
         return fullest_round(self._problem, self._made(), num_rounds)
 
 
@@ -55,12 +62,12 @@ class DirectExchange(Exchange):
         assert is_in_order(problem, "direct", topology), "who is asked depends on who is near"
         super().__init__(problem, _volumes(problem, topology), lambda: direct_phases(problem)[0])
 
-    def fullest_round(self, num_rounds: int) -> dict[int, int]:
+    def _fullest_of(self, num_rounds: int) -> dict[int, int]:
         # a scalar is not cut
-        if num_rounds > 1 and self._problem.src_replicas == 1 and self._problem.overlaps:
+        if self._problem.src_replicas == 1 and self._problem.overlaps:
             reduces = self._problem.num_contributions > 1
             return (_fullest_of_reduction if reduces else _fullest_of_values)(self._problem, num_rounds)
-        return super().fullest_round(num_rounds)
+        return super()._fullest_of(num_rounds)
 
 
 def relayed(problem: Problem, topology: Topology) -> list[Exchange]:
