@@ -21,10 +21,9 @@ from optim_dist._muon.owner import Owner, WholeMatrix, room_for
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.shards import Item, StepContext, make_shard
 from optim_dist._reduction.joined import Joined, alike
-from optim_dist.muon import muon_options
 from optim_kernels.functional import new_second_moment
 from optim_kernels.functional.muon_plan import MuonPlan
-from optim_kernels.muon_groups import MuonPlanner, init_state
+from optim_kernels.muon_groups import MuonPlanner, init_state, muon_defaults
 from optim_utils.param_groups import MatrixView
 from optim_utils.testing import run_ranks
 
@@ -85,7 +84,7 @@ def momenta_of(items, context):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_together_is_one_by_one(name):
     options, dtype = OPTIONS[name]
-    groups = [{**muon_options("nanochat-2025"), "lr": lr, "weight_decay": 0.1, **options} for lr in (0.1, 0.3)]
+    groups = [{**muon_defaults("nanochat-2025"), "lr": lr, "weight_decay": 0.1, **options} for lr in (0.1, 0.3)]
     context = StepContext(factor=torch.tensor(0.5))
     together, alone = (make_items(groups, dtype, missing=(1, 6)) for _ in range(2))
     views = [MatrixView.identity(item.shard.value.shape) for item in together]
@@ -111,7 +110,7 @@ def test_launches_have_the_bits_of_plain_torch(name):
     device = "cuda" if torch.cuda.is_available() else "cpu"  # there in Triton's interpreter
     found = []
     for impl in ("torch", "triton"):
-        common = {**muon_options("nanochat-2025"), "weight_decay": 0.1, "seed": 3, "impl": impl, **options}
+        common = {**muon_defaults("nanochat-2025"), "weight_decay": 0.1, "seed": 3, "impl": impl, **options}
         groups = [{**common, "lr": 0.1}, {**common, "lr": 0.3, "momentum": 0.8}]
         items = make_items(groups, dtype, device=device)
         views = [MatrixView.identity(item.shard.value.shape) for item in items]
@@ -139,13 +138,13 @@ def test_launches_have_the_bits_of_plain_torch(name):
         assert torch.equal(left.shard.value, right.shard.value), left.shard.name
         for key, value in left.state.items():
             assert torch.equal(right.state[key], value), (left.shard.name, key)
-    untouched = make_items([muon_options("nanochat-2025")] * 2, dtype, device=device)
+    untouched = make_items([muon_defaults("nanochat-2025")] * 2, dtype, device=device)
     assert not any(torch.equal(a.shard.value, b.shard.value) for a, b in zip(items, untouched, strict=True))
 
 
 def test_what_launches_cannot_take_is_left_to_plain_torch_with_the_reason():
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    group = {**muon_options("nanochat-2025"), "impl": "triton"}
+    group = {**muon_defaults("nanochat-2025"), "impl": "triton"}
     plain = {**group, "impl": "torch"}
     items = make_items([group, plain], torch.float32, device=device)
     expected = make_items([plain, plain], torch.float32, device=device)
@@ -185,7 +184,7 @@ class Calls(TorchDispatchMode):
 def test_elementwise_work_does_not_grow_with_the_number_of_matrices():
     found = []
     for number in (2, 6):
-        items = make_items([muon_options("nanochat-2025")] * number, torch.float32)
+        items = make_items([muon_defaults("nanochat-2025")] * number, torch.float32)
         views = [MatrixView.identity(item.shard.value.shape) for item in items]
         with Calls() as calls:
             apply_updates(items, views, momenta_of(items, StepContext()))
@@ -206,7 +205,7 @@ def test_an_owner_computes_directions_by_the_kernels():
     ]
     found = {}
     for impl in ("torch", "triton"):
-        group = {**muon_options("nanochat-2026-03"), "impl": impl, "ns_steps": 1, "ns_dtype": torch.float32}
+        group = {**muon_defaults("nanochat-2026-03"), "impl": impl, "ns_steps": 1, "ns_dtype": torch.float32}
         items = make_items([group], torch.float32, shapes=shapes, device=device)[:3]
         for item, view in zip(items, views, strict=True):
             item.state["second_momentum_buffer"] = new_second_moment(item.shard.value, view)
