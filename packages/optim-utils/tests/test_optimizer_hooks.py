@@ -1,9 +1,11 @@
 """Optimizers whose state holds objects, through every way in which a checkpoint is saved and loaded."""
 
 import copy
+import gc
 import io
 import itertools
 import tempfile
+import weakref
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from optim_utils import OptimizerModule, StateLoadError, attach_state_dict_hooks, extract_state_dict_content
-from optim_utils.low_bit import INT8, MOMENT8, LowBitTensor, quantize
+from optim_utils.low_bit import INT8, MOMENT8, LowBitTensor, from_plain, quantize, to_plain
 from optim_utils.testing import run_ranks
 
 # without a process group, torch.distributed.checkpoint says that it saves in one process: that is what is meant
@@ -404,6 +406,128 @@ def test_other_hooks_see_the_loaded_state():
     attach_state_dict_hooks(attached_before)
     attached_before.load_state_dict(saved)
     assert seen[0]["0"] is objects["0"]
+
+
+def test_a_hook_that_comes_first_sees_no_placeholders():
+    optimizer, saved, objects = with_factors(Factor())
+    saved["state"][0] |= {"name": "adam", "average": torch.ones(4)}
+    seen = []
+    optimizer.register_load_state_dict_post_hook(lambda self: seen.extend(self.state.values()), prepend=True)
+    optimizer.load_state_dict(saved)
+    assert seen[0]["0"] is objects["0"]
+    assert seen[0]["name"] == "adam"
+    assert torch.equal(seen[0]["average"], torch.ones(4))
+
+
+def by_name(optimizer: torch.optim.Optimizer, saved: dict[str, object]) -> dict[str, object]:
+    """As in torch's documentation of `register_load_state_dict_pre_hook`."""
+    keys = {name: key for group in saved["param_groups"] for name, key in zip(group["param_names"], group["params"])}
+    mine = [name for group in optimizer.param_groups for name in group["param_names"]]
+    for state in saved["state"].values():
+        assert isinstance(state["momentum_buffer"], torch.Tensor)
+        assert isinstance(state["factor"]["v"], torch.Tensor)
+    return {**saved, "state": {i: saved["state"][keys[name]] for i, name in enumerate(mine)}}
+
+
+def named_momentum(order: str, *, scale: float) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
+    """SGD over parameters a and b in the given order, where all that a's state holds is ``scale``, and b's twice."""
+    params = {"a": nn.Parameter(torch.zeros(2)), "b": nn.Parameter(torch.zeros(2))}
+    optimizer = torch.optim.SGD([(name, params[name]) for name in order], lr=0.1, momentum=0.9)
+    for name, number in (("a", scale), ("b", 2 * scale)):
+        params[name].grad = torch.full((2,), number)
+        factor = optimizer.state[params[name]]["factor"] = Factor()
+        factor.v.fill_(number)
+    optimizer.step()
+    return params, optimizer
+
+
+@pytest.mark.parametrize("prepend", [False, True])
+@pytest.mark.parametrize("first", ["hook", "attach"])
+def test_hooks_of_the_user_may_rearrange_what_is_loaded(first, prepend):
+    _, optimizer = named_momentum("ab", scale=1.0)
+    attach_state_dict_hooks(optimizer)
+    params, live = named_momentum("ba", scale=5.0)
+    if first == "attach":
+        attach_state_dict_hooks(live)
+    live.register_load_state_dict_pre_hook(by_name, prepend=prepend)
+    if first == "hook":
+        attach_state_dict_hooks(live)
+    live.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for name, number in (("a", 1.0), ("b", 2.0)):
+        state = live.state[params[name]]
+        assert state["momentum_buffer"].tolist() == state["factor"].v.tolist() == [number, number]
+
+
+def test_hooks_are_registered_as_before_once_these_are_removed():
+    optimizer, saved, _ = with_factors(Factor())
+    (hook,) = optimizer._optimizer_load_state_dict_post_hooks.values()
+    seen = []
+    handle = optimizer.register_load_state_dict_pre_hook(lambda _, content: seen.append(content))
+    optimizer.load_state_dict(saved)
+    handle.remove()
+    hook.__self__.remove()
+    assert not optimizer._optimizer_load_state_dict_pre_hooks
+    assert "register_load_state_dict_pre_hook" not in vars(optimizer)
+    optimizer.register_load_state_dict_pre_hook(lambda _, content: seen.append(content)).remove()
+    assert len(seen) == 1
+
+
+def test_hooks_keep_no_optimizer_in_memory():
+    optimizer, saved, _ = with_factors(Factor())
+    optimizer.load_state_dict(saved)
+    alive = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+class Converting(torch.optim.SGD):
+    """Keeps codes in its state, as which it loads numbers too; what else it loads it takes as it was saved."""
+
+    _converted_state_keys = ("codes",)
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        held = [value for state in self.state.values() for value in state.values()]
+        assert all(isinstance(value, (torch.Tensor, dict, OptimizerModule, str)) for value in held)
+
+    def load_state_dict(self, state_dict):
+        saved = {}
+
+        def put_back(_):
+            for param, state in zip(self.param_groups[0]["params"], saved["state"].values()):
+                codes = quantize(state["codes"], INT8) if isinstance(state["codes"], torch.Tensor) else state["codes"]
+                self.state[param] = {**state, "codes": from_plain(codes) if isinstance(codes, dict) else codes}
+
+        with (
+            self.register_load_state_dict_pre_hook(lambda _, content: saved.update(content)),
+            self.register_load_state_dict_post_hook(put_back, prepend=True),
+        ):
+            super().load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("form", ["numbers", "codes"])
+def test_what_an_optimizer_converts_is_left_to_it(form):
+    param = nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
+    optimizer = Converting([param], lr=0.1)
+    state = optimizer.state[param]
+    state |= {"codes": quantize(torch.zeros(8), INT8), "factor": Factor(), "low": quantize(torch.zeros(8), INT8)}
+    factor = state["factor"]
+    attach_state_dict_hooks(optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    numbers = torch.arange(8.0)
+    new = quantize(numbers, INT8)
+    saved["state"][0]["codes"] = numbers if form == "numbers" else to_plain(new)
+    saved["state"][0]["low"] = to_plain(new)
+    saved["state"][0]["factor"]["v"] += 1
+    saved["state"][0]["name"] = "adam"
+    optimizer.load_state_dict(saved)
+    state = optimizer.state[param]
+    assert_same(state, {"codes": new, "factor": factor, "low": new, "name": "adam"})
+    assert factor.v.tolist() == [1.0, 1.0]
 
 
 def test_strict_can_be_turned_off(caplog):

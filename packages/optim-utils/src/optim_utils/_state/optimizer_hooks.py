@@ -4,20 +4,29 @@
 dtype, unless its key is "step": 8-bit codes become bf16. It rebuilds nested dicts, so objects are lost, and turns a
 string into the repr of a generator. So the values are kept out of its hands:
 
-    saving   an object becomes its nested dict; everything else stays
-    before   what was saved is checked against the live objects (nothing is written yet); torch gets placeholders
-    after    the objects are filled in place and put back, tensors return with the dtype that they were saved in
+    saving     an object becomes its nested dict; everything else stays
+    before     what was saved is checked against the live objects (nothing is written yet); torch gets placeholders
+    setstate   live objects, and tensors with the dtype that they were saved in, take the placeholders' place
+    after      the objects are filled in place
+
+The hook "before" stays behind all others, and "setstate" comes before any other code, so nobody else sees placeholders.
+
+An optimizer that converts entries of a loaded state to formats of its own names their keys in an attribute
+``_converted_state_keys``; these are left to it. What else it may take over as it was saved becomes objects again.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from optim_utils._state.load_plan import LoadPlan
 from optim_utils._state.load_report import in_words
@@ -42,6 +51,8 @@ def attach_state_dict_hooks(optimizer: Optimizer, *, strict: bool = True) -> Sta
     ``get_optimizer_state_dict`` does: by a step with zero gradients and learning rate 0, after which parameters and
     gradients are put back.
 
+    Load pre-hooks of the user, registered before or after, see what was saved, and may rearrange it.
+
     Hooks are not pickled or copied with the optimizer.
 
     Args:
@@ -61,21 +72,28 @@ class StateDictHooks:
 
     def __init__(self, optimizer: Optimizer, strict: bool) -> None:
         self._strict = strict
-        # between the two hooks of a load: what to write, and what each parameter's state becomes
+        # while a load goes on: what to write, and what each parameter's state becomes
         self._plan: LoadPlan | None = None
         self._states: dict[Tensor, State] = {}
         # what torch replaces during a load, to be put back if the load fails
         self._to_restore: dict[str, Any] = {}
+        # no cycle, which would keep a state in memory
+        self._optimizer = weakref.ref(optimizer)
+        before_load = optimizer.register_load_state_dict_pre_hook(self._before_load)
         self._handles = [
             optimizer.register_state_dict_post_hook(self._after_state_dict),
-            optimizer.register_load_state_dict_pre_hook(self._before_load),
-            # first, so that no other hook sees the placeholders
+            before_load,
+            # first, so that other hooks see filled objects
             optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True),
         ]
+        vars(optimizer)[_REGISTER] = partial(_register_before, before_load, self._optimizer)
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            vars(optimizer).pop(_REGISTER, None)
 
     def __enter__(self) -> StateDictHooks:
         return self
@@ -107,10 +125,11 @@ class StateDictHooks:
         newly_stateful = _make_missing_objects(optimizer, {param: saved[key] for key, param in params.items()})
         self._plan = LoadPlan(assign=True)
         self._states = {}
+        converted = frozenset(getattr(optimizer, "_converted_state_keys", ()))
         try:
             for key, param in params.items():
                 live = optimizer.state.get(param, {})
-                self._states[param] = _planned_state(self._plan, live, saved[key], param.device, (key,))
+                self._states[param] = _planned_state(self._plan, live, saved[key], param.device, (key,), converted)
             report = self._plan.check(strict=self._strict)
         except BaseException:
             _drop_states(optimizer, newly_stateful)
@@ -118,7 +137,7 @@ class StateDictHooks:
         for issue in report.problems:
             logger.warning(in_words(issue))
         self._to_restore = {"state": optimizer.state, "param_groups": optimizer.param_groups}
-        _guard_next_setstate(optimizer, self._to_restore)
+        _guard_next_setstate(optimizer, self._states, self._to_restore)
         shown = {key: {name: _or_placeholder(value) for name, value in saved[key].items()} for key in params}
         return {**state_dict, "state": {**saved, **shown}}
 
@@ -130,11 +149,10 @@ class StateDictHooks:
             plan.write()
             plan.perform_last_loads()
             for param, state in states.items():
-                by_torch = optimizer.state[param]
-                optimizer.state[param] = {
-                    name: value if _needs_placeholder(value) else _with_dtype(by_torch.get(name, value), value, name)
-                    for name, value in state.items()
-                }
+                for name, value in state.items():
+                    # the optimizer may have put the saved form here, or a tensor of its own
+                    if _holds_objects(value) and not isinstance(optimizer.state[param].get(name), Tensor):
+                        optimizer.state[param][name] = value
         except BaseException as error:
             vars(optimizer).update(to_restore)
             error.add_note(
@@ -144,14 +162,33 @@ class StateDictHooks:
             raise
 
 
-def _guard_next_setstate(optimizer: Optimizer, to_restore: dict[str, Any]) -> None:
-    """Give the optimizer ``to_restore`` back if its ``__setstate__`` raises, as torch then calls no other hook.
+_REGISTER = "register_load_state_dict_pre_hook"
 
-    Adam's raises for a state without "step". The guard hides the class's method until the optimizer calls it once.
+
+def _register_before(
+    last: RemovableHandle, owner: weakref.ref[Optimizer], hook: Any, prepend: bool = False
+) -> RemovableHandle:
+    """Register ``hook`` before ``last``, so that it sees what was saved and may change it."""
+    optimizer = owner()
+    assert optimizer is not None
+    handle = type(optimizer).register_load_state_dict_pre_hook(optimizer, hook, prepend)
+    optimizer._optimizer_load_state_dict_pre_hooks.move_to_end(last.id)
+    return handle
+
+
+def _guard_next_setstate(optimizer: Optimizer, states: dict[Tensor, State], to_restore: dict[str, Any]) -> None:
+    """Let ``states`` take the placeholders' place when torch calls the optimizer's ``__setstate__`` in a load.
+
+    The guard hides the class's method until the optimizer calls it once. If that raises, as Adam's does for a state
+    without "step", torch calls no other hook, so the optimizer gets ``to_restore`` back at once.
     """
 
     def guarded(new: dict[str, Any]) -> None:
         del vars(optimizer)["__setstate__"]
+        # an optimizer that goes back to its state, as the load has failed, is no load
+        if new["state"] is not to_restore["state"]:
+            for param, state in states.items():
+                new["state"][param] = _completed(state, new["state"][param])
         try:
             optimizer.__setstate__(new)
         except BaseException:
@@ -161,6 +198,14 @@ def _guard_next_setstate(optimizer: Optimizer, to_restore: dict[str, Any]) -> No
     vars(optimizer)["__setstate__"] = guarded
 
 
+def _completed(state: State, by_torch: State) -> State:
+    """``state`` with the numbers and 0-dim tensors that torch has placed."""
+    return {
+        name: value if _needs_placeholder(value) else _with_dtype(by_torch.get(name, value), value, name)
+        for name, value in state.items()
+    }
+
+
 class _Placeholder:
     """A value that torch passes on untouched, being neither tensor nor dict nor iterable."""
 
@@ -168,10 +213,7 @@ class _Placeholder:
 
 
 def _needs_placeholder(value: object) -> bool:
-    """Whether torch's load must not see ``value``.
-
-    It may see numbers and 0-dim tensors: optimizers look at them in ``__setstate__``, to mend old checkpoints.
-    """
+    """Whether torch's load must not see ``value``. It places numbers and 0-dim tensors, such as step counts."""
     return isinstance(value, (Mapping, str, Stateful, LowBitTensor, *SEQUENCES)) or (
         isinstance(value, Tensor) and value.ndim > 0
     )
@@ -216,21 +258,28 @@ def _is_leaf(value: object) -> bool:
     return not isinstance(value, (Stateful, dict, *SEQUENCES))
 
 
-def _planned_state(plan: LoadPlan, live: State, saved: State, device: torch.device, path: tuple[Any, ...]) -> State:
-    """What a parameter's state becomes: the live objects, which the plan will fill, and the saved values."""
+def _planned_state(
+    plan: LoadPlan, live: State, saved: State, device: torch.device, path: tuple[Any, ...], converted: Collection[Any]
+) -> State:
+    """What a parameter's state becomes: the live objects, which the plan will fill, and the saved values.
+
+    Those whose names are in ``converted`` stay as they were saved.
+    """
     entries = entries_by_key(saved, live) or {}
     # a parameter on meta has no memory yet: the loaded tensors bring it
     plan.device = None if device.type == "meta" else device
     state = {}
     for name, value in entries.items():
         old = live.get(name)
-        if _holds_objects(old):
+        if name in converted:
+            state[name] = value
+        elif _holds_objects(old):
             state[name] = plan.add(old, value, (*path, name))
         else:
             state[name] = _restored(value, old.device if isinstance(old, Tensor) else device)
     if saved:
         for name, old in live.items():
-            if name not in entries and _holds_objects(old):
+            if name not in entries and name not in converted and _holds_objects(old):
                 # a checkpoint format dropped the object because it holds nothing, or it is missing
                 plan.note_missing(old, (*path, name))
                 state[name] = old
