@@ -42,6 +42,8 @@ class StatefulOptimizer(Optimizer):
 
     # Options that belong to the instance rather than to a checkpoint: a loaded state is converted to them.
     _own_options: tuple[str, ...] = ()
+    # The entries of a state that `_place_state` converts; the hooks of optim_utils leave them to it.
+    _converted_state_keys: tuple[str, ...] = ("step", *ELEMENTWISE_KEYS)
     # GradScaler then leaves unscaling to `step`, which reads `grad_scale` and `found_inf` on the device.
     _step_supports_amp_scaling = True
 
