@@ -35,6 +35,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from optim_dist import TritonDistAdamW, TritonDistMuonAdamW, checkpoint, make_plan
 from optim_dist._checkpoint import codes
 from optim_kernels import TritonAdamW
+from optim_utils import attach_state_dict_hooks
 from optim_utils.low_bit import CUBIC8, QUINTIC8_UNSIGNED, LowBitTensor
 from optim_utils.testing import run_ranks
 
@@ -503,3 +504,22 @@ def from_and_to_shards(rank, world_size, folder):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_codes_come_back_from_shards(backend, tmp_path):
     run_ranks(from_and_to_shards, 2, str(tmp_path), backend=backend)
+
+
+def test_states_load_with_the_hooks_of_optim_utils():
+    def stepped(seed):
+        parameter = nn.Parameter(normal((70, 70), seed, 0))
+        optimizer = TritonDistAdamW([parameter], state_dtype="int8")
+        parameter.grad = normal((70, 70), seed, 1)
+        optimizer.step()
+        attach_state_dict_hooks(optimizer)
+        return parameter, optimizer
+
+    (parameter, optimizer), (other, loaded) = stepped(1), stepped(2)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with torch.no_grad():
+        other.copy_(parameter)
+    for each, its in ((parameter, optimizer), (other, loaded)):
+        each.grad = normal((70, 70), 3, 0)
+        its.step()
+    assert torch.equal(parameter, other)

@@ -17,7 +17,7 @@ from optim_dist._optimizers.moved_state import take_state
 from optim_dist._optimizers.planned import PlannedOptimizer
 from optim_dist._optimizers.shards import Route, Shard
 from optim_dist.plan import Plan, RouteName
-from optim_kernels.adamw_groups import MASTER_KEYS, out_of_inference_mode
+from optim_kernels.adamw_groups import ELEMENTWISE_KEYS, MASTER_KEYS, out_of_inference_mode
 from optim_kernels.muon_groups import make_groups_plain
 
 # options of a group that say what its states hold, and in which dtypes; whether beta2 is None matters, too
@@ -28,6 +28,8 @@ class StatefulOptimizer(PlannedOptimizer):
     """A planned ``torch.optim.Optimizer`` with states; it has no step yet."""
 
     _routes: ClassVar[Mapping[RouteName, Route]]
+    # entries of a state that loading converts; the hooks of optim_utils leave them to it
+    _converted_state_keys = ("step", *ELEMENTWISE_KEYS)
 
     _masters: FollowedMasters
     _storage: list[list[Any]]  # for each group the options that its states were made for

@@ -217,4 +217,9 @@ def decode_blocks(
             numbers = numbers * numbers
         if fmt.unsigned:
             numbers = torch.where((numbers == 0) & (codes != 0), _FP32_TINY, numbers)
+    if length % fmt.block_size and numbers.device.type == "cpu":
+        # fused with what follows, inductor (seen in torch 2.13) cuts a CPU's loop over the run into blocks, and leaves
+        # the end unwritten; a view by strides is a view of memory, so that numbers are stored first
+        filled = numbers.shape[1] * fmt.block_size
+        return numbers.as_strided((num_runs, length), (filled, 1)).reshape(tuple(shape))
     return _from_blocks(numbers, length).reshape(tuple(shape))
