@@ -4,7 +4,7 @@
     direct        one exchange, every element straight from a holder, no rank sending more than it has to
     nearest       the same, but always from a holder in the same group where there is one
     spread        without groups: target ranks that need the same first get a part of it each, which they then gather
-  forward       the exchange in several hops, where a single hop would keep a holder too busy
+    forward       the exchange in several hops, where a single hop would keep a holder too busy
     relay         a reduction: each element is combined at one rank that needs it, which hands it on to the others
     scatter       a reduction: each contributor combines a part, then the finished parts move on
     hierarchical  every group fetches what it lacks once, then shares it; reductions run inside the groups first
