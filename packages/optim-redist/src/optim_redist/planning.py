@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from optim_redist._dtypes import check_started, dtype_name, itemsize
 from optim_redist._mesh import coordinates, grid_points, int_tuple
+from optim_redist._methods.chunked import CHUNK
 from optim_redist._methods.relabel import relabelled
 from optim_redist._recent import Recent
 from optim_redist.canonical import canonical
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     import torch
 
 _CACHE_SIZE = 4096
-_CHUNK = 64 * 1024  # bytes of buffers that rounds can always be cut down to
 
 _Decision = dict[str, Any]  # the fields of a plan besides dtype, src and dst
 _plans: Recent[Plan] = Recent(_CACHE_SIZE)  # keyed by layouts as the caller wrote them
@@ -91,7 +91,7 @@ def plan(
     key = (tuple(shape), name, src, dst, relabel, cost_model, topology, memory_limit, *options)
     known = _plans.find(key)
     if known is None:
-        _check_arguments(src, dst, cost_model, topology, memory_limit, planners)
+        _check_arguments(src, dst, cost_model, topology, planners)
         shape = int_tuple(shape, "sizes")
         if dst.partial:
             check_started(Problem(shape, src, dst).started_ops, name)
@@ -99,28 +99,34 @@ def plan(
         model = model.consistent if topology is None else model.in_groups_of(topology)
         if relabel:
             dst = relabelled(Problem(shape, src, dst))
-        # whole bytes, so that equal limits are written alike in every plan's canonical text
-        limit = None if memory_limit in (None, inf) else int(memory_limit // 1)
+        limit = whole_bytes(memory_limit)
         known = _as_written(_decided(shape, name, src, dst, model, limit, *options), name, src, dst)
         _plans.put(key, known)
     return known
 
 
-def _check_arguments(
-    src: Any, dst: Any, cost_model: Any, topology: Any, memory_limit: Any, planners: Sequence[str] | None
-) -> None:
+def _check_arguments(src: Any, dst: Any, cost_model: Any, topology: Any, planners: Sequence[str] | None) -> None:
     """Raise for arguments that would otherwise fail far from here, in words that do not name them."""
     check_layouts(src, dst)
     if not isinstance(cost_model, CommModel | None):
         raise RedistError(f"cost_model must be a CommModel, got {cost_model!r}; CommModel.preset(name) has known ones")
     if not isinstance(topology, Topology | None):
         raise RedistError(f"topology must be a Topology, got {topology!r}; Topology.nodes(ranks_per_node) makes one")
-    # every comparison with a limit of NaN would be false
-    if memory_limit is not None and (not isinstance(memory_limit, Real) or isnan(memory_limit)):
-        raise RedistError(f"memory_limit must be a number of bytes, got {memory_limit!r}")
     # a string is a sequence of its letters
     if isinstance(planners, str):
         raise RedistError(f"planners is {planners!r}; give a list of names")
+
+
+def whole_bytes(memory_limit: float | None) -> int | None:
+    """A memory limit in whole bytes, so that equal limits are written alike in every canonical text; None without one.
+
+    Raises:
+        RedistError: if it is no number.
+    """
+    # every comparison with a limit of NaN would be false
+    if memory_limit is not None and (not isinstance(memory_limit, Real) or isnan(memory_limit)):
+        raise RedistError(f"memory_limit must be a number of bytes, got {memory_limit!r}")
+    return None if memory_limit is None or memory_limit == inf else int(memory_limit // 1)
 
 
 def _as_written(decision: _Decision, dtype: str, src: Layout, dst: Layout) -> Plan:
@@ -226,13 +232,13 @@ def _infeasible(request: Request, limits: Bounds, asked: tuple[str, ...] | None)
     proven = request.memory_limit < need * width
     if not proven:
         buffers = _least_that_fits(request, limits, asked) - need * width
-        terms["one chunk" if buffers == _CHUNK else "buffers"] = buffers
+        terms["one chunk" if buffers == CHUNK else "buffers"] = buffers
     return PlanInfeasibleError(-negative_rank, terms, request.memory_limit, proven=proven)
 
 
 def _least_that_fits(request: Request, limits: Bounds, asked: tuple[str, ...] | None) -> int:
     """A limit under which there is a plan: source, target and one chunk, or the least peak that rounds can reach."""
-    enough = limits.memory * request.itemsize + _CHUNK
+    enough = limits.memory * request.itemsize + CHUNK
     found, _ = candidates(replace(request, memory_limit=enough), limits, asked)
     least = min(candidate.peak_bytes for candidate in found)
     return least if request.donate else max(least, enough)

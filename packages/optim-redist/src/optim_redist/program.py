@@ -19,6 +19,7 @@ from optim_redist._methods.candidates import exchanges_of
 from optim_redist._methods.packed import packed_peak
 from optim_redist._running import collectives
 from optim_redist._running.collectives import Team, Waitable
+from optim_redist._running.donated import give_up, refuse_undonatable
 from optim_redist._running.native import NativeReduction
 from optim_redist._running.rank_program import RankPhase
 from optim_redist._running.stage_program import StageProgram, stage_programs
@@ -142,7 +143,7 @@ class Program:
         x = resolved(x)
         if given is not None and (given.is_conj() or given.is_neg()):
             # the resolved copy takes the place of the donated source, which is not read again
-            _give_up(given)
+            give_up(given)
             given = x
         for number, stage in enumerate(self.stages):
             last = number == len(self.stages) - 1
@@ -158,7 +159,7 @@ class Program:
                 with self._in_step(stage.phases[0]):
                     yield from self._run_native(native, x, target)
                 x = target
-                _give_up(given)
+                give_up(given)
                 continue
             for k, phase in enumerate(stage.phases):
                 with self._in_step(phase):
@@ -170,7 +171,7 @@ class Program:
                     # free these buffers before the next round allocates its own
                     del sends, receives, receive_buffer, work
             x = target
-            _give_up(given)
+            give_up(given)
         return x if out is None else out
 
     def _run_packed(
@@ -178,7 +179,7 @@ class Program:
     ) -> Generator[Waitable | None, None, Tensor | None]:
         """Run a packed stage: pack all of the donated source, and free it before the target is allocated."""
         sends, kept = stage.pack_all(x, device)
-        _give_up(x)
+        give_up(x)
         target = stage.allocate(device) if out is None else out
         receives, receive_buffer = stage.receive_buffers(0, x, target, device)
         work = self._exchange(stage.phases[0], sends, receives, device)
@@ -233,16 +234,8 @@ class Program:
         if out is not None:
             self._check_out(x, out)
         self._check_form("source", x, self.stages[0].src_shape)
-        if x is not None and self.plan.donate and not _owns_storage(x):
-            raise LayoutError(
-                f"rank {self.rank}: a source that is donated has to be all of its storage, this one is a view; "
-                "clone it, or leave donate out"
-            )
-        if x is not None and self.plan.donate and not x.untyped_storage().resizable():
-            raise LayoutError(
-                f"rank {self.rank}: torch frees a donated source, and this one's memory is not torch's own (NumPy's, "
-                "perhaps); clone it, or leave donate out"
-            )
+        if x is not None and self.plan.donate:
+            refuse_undonatable(x, f"rank {self.rank}: a source")
 
     def _check_resolving(self, x: Tensor | None) -> None:
         """Raise if the copy that resolves a pending conjugation or negation does not fit under the limit."""
@@ -306,16 +299,6 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether the byte ranges of two tensors, from first to last element, overlap."""
     here, there = extent(a), extent(b)
     return here is not None and there is not None and here[0] < there[1] and there[0] < here[1]
-
-
-def _owns_storage(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-
-
-def _give_up(tensor: Tensor | None) -> None:
-    """Free the memory of a tensor that is not needed any more, whoever still refers to it."""
-    if tensor is not None:
-        tensor.untyped_storage().resize_(0)
 
 
 @uncompiled

@@ -6,7 +6,7 @@ unpacking. Each rank holds source, target, the buffers of one round, and what it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from optim_redist._methods.borders import crossings
@@ -23,7 +23,7 @@ from optim_redist.errors import RedistError
 from optim_redist.layout import Layout
 from optim_redist.lower_bounds import Bounds, bounds_of
 from optim_redist.moves import Candidate, Phase, Request, Stage, Step, Volumes, added_up
-from optim_redist.problem import Problem
+from optim_redist.problem import Point, Problem
 
 _MAX_ROUNDS = 2**16
 
@@ -74,7 +74,7 @@ def one_exchange(
     held = limits.memory + limits.direct_recv + send
     if request.aside:
         held += max(request.aside.values())
-    peak = held * width + _partial_bytes(request)
+    peak = held * width + partial_bytes(request)
     if request.memory_limit is not None and peak > request.memory_limit:
         return from_phases(method, request, op=op)
     combined = limits.direct_recv if problem.num_contributions > 1 else 0
@@ -184,7 +184,7 @@ def _num_rounds(request: Request, exchanges: Sequence[Exchange]) -> int:
 
 def _least_rounds(request: Request, limit: int, moved: Mapping[int, int]) -> int:
     """A lower bound on the rounds of an exchange: one of them has at least the mean of what a rank moves in all."""
-    found, width, partial = 2, request.itemsize, _partial_bytes(request)
+    found, width, partial = 2, request.itemsize, partial_bytes(request)
     for rank, (src, dst) in request.problem.num_stored.items():
         buffers = moved.get(rank, 0) * width + partial
         room = limit - (src + dst + request.aside.get(rank, 0)) * width
@@ -199,11 +199,13 @@ def _peak_bytes(request: Request, sent: Mapping[int, int], received: Mapping[int
         src + dst + sent.get(rank, 0) + received.get(rank, 0) + aside.get(rank, 0)
         for rank, (src, dst) in request.problem.num_stored.items()
     )
-    return elements * request.itemsize + _partial_bytes(request, rounds)
+    return elements * request.itemsize + partial_bytes(request, rounds)
 
 
-def _partial_bytes(request: Request, rounds: int = 1) -> int:
-    """Bytes of a round's partial results: in fp32 for narrower types, complex or not, in fp64 for averages of fp32.
+def partial_bytes(request: Request, rounds: int = 1, points: Collection[Point] | None = None) -> int:
+    """The most bytes of a round's partial results at any target point, or at any of ``points``.
+
+    They are in fp32 for narrower types, complex or not, and in fp64 for averages of fp32.
 
     Other types are combined in the target. Narrower contributions are converted first: all of one in 8-bit types, else
     slice by slice.
@@ -213,7 +215,8 @@ def _partial_bytes(request: Request, rounds: int = 1) -> int:
         width = 8
     if problem.num_contributions == 1 or not width:
         return 0
-    part = max(map(largest_part(problem, rounds), problem.dst_points.values()), default=0)
+    some = problem.dst_points.values() if points is None else points
+    part = max(map(largest_part(problem, rounds), some), default=0)
     return width * (part + (part if request.itemsize == 1 else min(part, COMBINED_AT_ONCE)))
 
 

@@ -24,6 +24,7 @@ from optim_redist.problem import Point, Problem
 # contributions in a narrower type than the partial results are added in slices of so many elements on the CPU, where
 # torch makes a copy of each slice in the wider type: 1 MiB in fp32, which keeps eight threads busy
 COMBINED_AT_ONCE = 2**18
+CHUNK = 64 * 1024  # bytes of buffers that rounds can always be cut down to
 
 
 def in_rounds(problem: Problem, phase: Phase, num_rounds: int, numbers: Sequence[int] | None = None) -> list[Phase]:
