@@ -46,6 +46,7 @@ def on_every_rank(rank: int, world_size: int, blocks: list[str]) -> None:
     assert torch.equal(names["local"], full[16 * (rank % 4) :, 32 * (rank // 4) :][:16, :32])
     assert torch.equal(names["handle"].wait(), before)
     assert torch.equal(names["weight"].to_local(), full[16 * (rank // 2) :][:16])
+    assert torch.equal(names["moved"]["weight"], names["local"])
     assert names["largest"] == names["local"].max() + 2
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-import weakref
 from math import prod
 from typing import Any, cast
 
 import pytest
 import torch
 from redist_cases import FAMILIES, combined, contributions_of, part_of, random_case, replicated_contributions
-from torch.utils._python_dispatch import TorchDispatchMode
+from redist_memory import Live, NoWire
 
 from optim_redist import (
     Cyclic,
@@ -70,45 +69,6 @@ def test_reductions_in_rounds(rounds_of: str) -> None:
         assert torch.equal(combined(dst, (16, 8), got) if dst.partial else _joined(dst, got), wanted)
 
 
-class _Live(TorchDispatchMode):
-    """The bytes of all storages that are alive, and the most there were, with copies that torch makes to convert."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returned = func(*args, **(kwargs or {}))
-        for tensor in returned if isinstance(returned, list | tuple) else [returned]:
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self.storages[storage._cdata] = weakref.ref(storage)
-        alive = [found for reference in self.storages.values() if (found := reference()) is not None]
-        # those that were given up are empty
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive) + _converted(args, kwargs))
-        return returned
-
-
-def _converted(args: Any, kwargs: Any) -> int:
-    """Bytes of the copies of tensors that an operation on the CPU converts to the type of its ``out``."""
-    out = (kwargs or {}).get("out")
-    narrower = (a for a in args if out is not None and isinstance(a, torch.Tensor) and a.dtype != out.dtype)
-    return sum(a.numel() * out.itemsize for a in narrower)
-
-
-class _NoWire:
-    """A team whose exchanges bring nothing: gloo's threads drop buffers a moment after the work is done."""
-
-    members, is_nccl, takes_lists, is_whole = (0, 1, 2, 3), False, False, True
-
-    def compare(self, text: str) -> None:
-        pass
-
-    def exchange(self, *buffers: Any, **options: Any) -> None:
-        pass
-
-
 SUMMED = Layout(Mesh(4), [None, None], {0: "sum"})
 AVERAGED = Layout(Mesh(4), [None, None], {0: "avg"})
 ROWS, COLUMNS, WHOLE = (Layout(Mesh(4), dims) for dims in ([0, None], [None, 0], [None, None]))
@@ -141,10 +101,10 @@ def test_no_rank_holds_more_than_its_plan_claims(
     made = plan(shape, dtype, src, dst, memory_limit=None if spare is None else fixed + spare)
     assert spare != 2**12 or made.stages[0].rounds > 1
     for rank in src.mesh.ranks:
-        program = Program(made, rank, cast(Any, _NoWire()))
+        program = Program(made, rank, cast(Any, NoWire()))
         source = torch.zeros(src.local_shape(shape, rank)).to(dtype)
         program(source)
-        with _Live() as live:
+        with Live() as live:
             source.view(-1)
             program(source)
         assert live.peak <= made.peak_bytes
@@ -158,8 +118,8 @@ def test_large_contributions_are_converted_in_slices(monkeypatch: pytest.MonkeyP
         width = 2 * dtype.itemsize
         assert made.peak_bytes == prod(shape) * (8 * dtype.itemsize + width) + 2**18 * width
         source = torch.randn(shape).to(dtype)
-        program = Program(made, 0, cast(Any, _NoWire()))
-        with _Live() as live:
+        program = Program(made, 0, cast(Any, NoWire()))
+        with Live() as live:
             source.view(-1)
             program(source)
         assert live.peak <= made.peak_bytes
@@ -487,14 +447,14 @@ def test_an_output_that_does_not_fit_beside_the_earlier_steps_is_refused() -> No
     for spare in (0, 64 * 16 * 4):
         made = plan((64, 64), "float32", src, dst, memory_limit=peak + spare, **steps)
         assert len(made.stages) == 2
-        program = Program(made, 0, cast(Any, _NoWire()))
+        program = Program(made, 0, cast(Any, NoWire()))
         source, out = torch.zeros(16, 64), torch.zeros(64, 16)
         if not spare:
             with pytest.raises(UnsupportedError, match=f"{out.nbytes} bytes above memory_limit={peak}"):
                 program(source, out)
             continue
         program(source)
-        with _Live() as live:
+        with Live() as live:
             source.view(-1)
             program(source, out)
         assert live.peak + out.nbytes <= peak + spare
@@ -509,13 +469,13 @@ def test_a_pending_conjugation_that_is_not_resolved_under_the_limit_is_refused(d
     for spare in (-1, 0):
         limit = source.nbytes + besides + spare
         made = plan((64, 64), source.dtype, src, COLUMNS, memory_limit=limit, donate=donate, planners=["direct"])
-        program = Program(made, 0, cast(Any, _NoWire()))
+        program = Program(made, 0, cast(Any, NoWire()))
         program(source.clone())
         if spare:
             with pytest.raises(UnsupportedError, match=f"1 bytes above memory_limit={limit}"):
                 program(source.conj())
             continue
-        with _Live() as live:
+        with Live() as live:
             source.view(-1)
             program(source.conj())
         assert live.peak <= limit

@@ -1,0 +1,263 @@
+"""The compiled plans of many tensors: one exchange for all tensors of a bucket, and one for each of its phases.
+
+The messages between two ranks lie one after the other, in the order of the tensors, each at a multiple of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from optim_redist._methods.buckets import buckets_of
+from optim_redist._running import collectives
+from optim_redist._running.collectives import Team, Waitable
+from optim_redist._running.donated import give_up
+from optim_redist._running.rank_program import Message
+from optim_redist._running.stage_program import StageProgram, stage_programs
+from optim_redist._running.views import Copy, copy_together, resolved
+from optim_redist.errors import UnsupportedError, noting
+from optim_redist.plans import Plan
+
+
+class Segment(NamedTuple):
+    """Where one message of one tensor lies in the bucket's buffer."""
+
+    item: int
+    message: Message
+    offset: int
+    num_bytes: int
+
+
+class _BucketExchange:
+    """Phase k of every plan of a bucket, as one exchange."""
+
+    def __init__(
+        self,
+        bucket: Sequence[tuple[int, StageProgram]],
+        k: int,
+        members: Sequence[int],
+        width: list[int],
+        alignment: int,
+    ) -> None:
+        taking_part = [(item, stage.phases[k]) for item, stage in bucket if k < len(stage.phases)]
+        sends = [(item, phase.sends) for item, phase in taking_part]
+        receives = [(item, phase.receives) for item, phase in taking_part]
+        self.sends, self.send_splits = _lay_out(sends, members, width, alignment)
+        self.receives, self.receive_splits = _lay_out(receives, members, width, alignment)
+
+
+def _lay_out(
+    messages: Sequence[tuple[int, Sequence[Message]]], members: Sequence[int], width: list[int], alignment: int
+) -> tuple[list[Segment], dict[int, int]]:
+    by_peer: dict[int, list[tuple[int, Message]]] = {member: [] for member in members}
+    for item, found in messages:
+        for message in found:
+            by_peer[message.peer].append((item, message))
+    segments: list[Segment] = []
+    splits: dict[int, int] = {}
+    offset = 0
+    for member in members:
+        start = offset
+        for item, message in by_peer[member]:
+            num_bytes = message.num_elements * width[item]
+            segments.append(Segment(item, message, offset, num_bytes))
+            offset += -(-num_bytes // alignment) * alignment
+        splits[member] = offset - start
+    return segments, splits
+
+
+class ManyProgram:
+    """The compiled plans of many tensors on one rank.
+
+    Args:
+        names: the tensors' names, on which ranks must agree as on the plans; empty if names are not compared.
+        memory_limit: bytes that no rank may exceed with sources, targets and buffers together.
+        donate: free each source when its bucket is done.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        bucket_bytes: int,
+        group: ProcessGroup | None,
+        names: Sequence[str] = (),
+        *,
+        memory_limit: int | None = None,
+        donate: bool = False,
+    ) -> None:
+        self.plans, self._names = list(plans), tuple(names)
+        self.rank = collectives.my_rank()
+        self.team: Team | None = None
+        members: tuple[int, ...] = ()
+        if any(made.communicates for made in plans):
+            ranks = {rank for made in plans for layout in (made.src, made.dst) for rank in layout.mesh.ranks}
+            self.team = Team.of(ranks, group)
+            members = self.team.members
+            if self.rank not in members:
+                raise UnsupportedError(
+                    f"rank {self.rank} is in no layout and not in the group; only ranks {members} take part"
+                )
+        buckets = buckets_of(plans, bucket_bytes, memory_limit, donate=donate)
+        self.buckets = [bucket.numbers for bucket in buckets]
+        self._bucket_bytes, self._memory_limit, self._donate = bucket_bytes, memory_limit, donate
+        # the most bytes that this rank holds in each bucket; without a limit they are not counted
+        self._peaks = [bucket.peak.get(self.rank, 0) for bucket in buckets]
+        self.stages: list[StageProgram] = []
+        self.exchanges: list[list[_BucketExchange]] = []
+        width = [made.itemsize for made in plans]
+        for bucket in buckets:
+            stages = [_stage_of(plans[number], self.rank, bucket.rounds) for number in bucket.numbers]
+            self.stages += stages
+            depth = max(len(stage.phases) for stage in stages)
+            numbered = list(zip(bucket.numbers, stages))
+            self.exchanges.append(
+                [_BucketExchange(numbered, k, members, width, bucket.alignment) for k in range(depth)]
+            )
+        self._compared = self.team is None
+
+    def device_of(self, tensors: Sequence[Tensor | None]) -> torch.device:
+        """The device of the tensors, and so of the targets."""
+        return next((t.device for t in tensors if t is not None), collectives.device_of(self.team))
+
+    def run(
+        self, tensors: list[Tensor | None], async_op: bool
+    ) -> Generator[Waitable | None, None, list[Tensor | None]]:
+        """Yields once for every exchange it has started; the caller waits and resumes. Returns the targets.
+
+        It lets go of the ``tensors``, one bucket after the other.
+        """
+        device = self.device_of(tensors)
+        self.compare()
+        targets: list[Tensor | None] = [None] * len(tensors)
+        for bucket, (numbers, exchanges) in enumerate(zip(self.buckets, self.exchanges)):
+            for number in numbers:
+                given = tensors[number]
+                tensors[number] = resolved(given)
+                if self._donate and _is_pending(given):
+                    # the resolved copy takes the place of the donated source, which is not read again
+                    give_up(given)
+                del given
+            for number in numbers:
+                targets[number] = self.stages[number].allocate(device)
+            communicates = any(self.plans[number].communicates for number in numbers)
+            for k, exchange in enumerate(exchanges):
+                with noting(self._where, f"in exchange {k + 1} of {len(exchanges)} of", bucket):
+                    sent = self._packed(exchange, tensors, targets, device)
+                    received = torch.empty(sum(exchange.receive_splits.values()), dtype=torch.uint8, device=device)
+                    work = None
+                    if communicates:
+                        assert self.team is not None, "plans that communicate have a team"
+                        work = self.team.exchange(
+                            received, sent, exchange.receive_splits, exchange.send_splits, async_op=async_op
+                        )
+                    taking_part = [number for number in numbers if k < len(self.stages[number].phases)]
+                    for number in taking_part:
+                        self.stages[number].local(k, tensors[number], targets[number])
+                    yield work
+                    self._unpack(k, exchange, received, taking_part, tensors, targets)
+                    # free these buffers before the next exchange makes its own
+                    del sent, received, work
+            for number in numbers:
+                if self._donate:
+                    give_up(tensors[number])
+                tensors[number] = None
+        return targets
+
+    def check_resolving(self, tensors: Sequence[Tensor | None]) -> None:
+        """Raise if copies that resolve pending conjugations and negations do not fit under the limit."""
+        if self._memory_limit is None:
+            return
+        for numbers, peak in zip(self.buckets, self._peaks):
+            pending = [tensor for number in numbers if _is_pending(tensor := tensors[number])]
+            held = peak + sum(tensor.nbytes for tensor in pending if tensor is not None)
+            if pending and held > self._memory_limit:
+                raise UnsupportedError(
+                    f"rank {self.rank}: sources have a pending conjugation or negation, and copies that resolve it "
+                    f"would be held too, {held - self._memory_limit} bytes above memory_limit={self._memory_limit}; "
+                    "call with a limit that is higher by so much, or give .resolve_conj().resolve_neg() and let go of "
+                    "what they were made of"
+                )
+
+    def _packed(
+        self,
+        exchange: _BucketExchange,
+        tensors: Sequence[Tensor | None],
+        targets: Sequence[Tensor | None],
+        device: torch.device,
+    ) -> Tensor:
+        """A buffer with everything that an exchange sends."""
+        sent = torch.empty(sum(exchange.send_splits.values()), dtype=torch.uint8, device=device)
+        packing: list[Copy] = []
+        for segment in exchange.sends:
+            number = segment.item
+            stage = self.stages[number]
+            slot = slot_of(sent, segment, stage.bits)
+            packing += stage.packing(segment.message, slot, tensors[number], targets[number])
+        copy_together(packing)
+        return sent
+
+    def _unpack(
+        self,
+        k: int,
+        exchange: _BucketExchange,
+        received: Tensor,
+        taking_part: Sequence[int],
+        tensors: Sequence[Tensor | None],
+        targets: Sequence[Tensor | None],
+    ) -> None:
+        """Unpack what came in exchange k into the targets of the tensors that take part in it."""
+        arrived: dict[int, list[tuple[Message, Tensor]]] = {number: [] for number in taking_part}
+        for segment in exchange.receives:
+            slot = slot_of(received, segment, self.stages[segment.item].bits)
+            arrived[segment.item].append((segment.message, slot))
+        unpacking: list[Copy] = []
+        for number in taking_part:
+            unpacking += self.stages[number].finish_messages(k, arrived[number], tensors[number], targets[number])
+        copy_together(unpacking)
+        for number in taking_part:
+            self.stages[number].end(k, targets[number])
+
+    def _where(self, what: str, bucket: int) -> str:
+        return f"{what} bucket {bucket + 1} of {len(self.buckets)} on rank {self.rank}"
+
+    def compare(self) -> None:
+        """At the first call, make sure that all ranks have the same plans, names and ``bucket_bytes``."""
+        if not self._compared:
+            assert self.team is not None, "plans that communicate have a team"
+            texts = [made.canonical_text() for made in self.plans]
+            names = [f"name.{number}: {name}" for number, name in enumerate(self._names)]
+            with noting("in the comparison of {} plans on rank {}".format, len(self.plans), self.rank):
+                self.team.compare("\n".join([*self._options(), *names, *texts]))
+            self._compared = True
+
+    def _options(self) -> list[str]:
+        """What ranks have to agree on besides plans and names."""
+        found = [f"bucket_bytes: {self._bucket_bytes}"]
+        if self._memory_limit is not None:
+            found.append(f"memory_limit: {self._memory_limit}")
+        if self._donate:
+            found.append("donate: true")
+        return found
+
+
+def _stage_of(plan: Plan, rank: int, rounds: int) -> StageProgram:
+    """A rank's part of the only stage of a plan, in so many rounds."""
+    if rounds > 1:
+        plan = replace(plan, stages=(plan.stages[0]._replace(rounds=rounds),))
+    (stage,) = stage_programs(plan, rank)
+    return stage
+
+
+def _is_pending(tensor: Tensor | None) -> bool:
+    """Whether the tensor's values have to be conjugated or negated before its memory has them."""
+    return tensor is not None and (tensor.is_conj() or tensor.is_neg())
+
+
+def slot_of(buffer: Tensor, segment: Segment, bits: torch.dtype) -> Tensor:
+    """A segment of a buffer of bytes, as integers of the tensor's width."""
+    return buffer[segment.offset : segment.offset + segment.num_bytes].view(bits)
