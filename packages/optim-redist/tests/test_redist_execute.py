@@ -430,10 +430,14 @@ def test_a_handle_goes_on_in_the_mode_in_which_it_began() -> None:
     run_ranks(_in_and_out_of_inference_mode, 2, timeout=60)
 
 
-def test_gradients_are_refused_and_not_lost() -> None:
+def test_gradients_are_not_lost() -> None:
     mine, layout = torch.zeros(4, 4, requires_grad=True), Layout(Mesh(1), [0, None])
-    with pytest.raises(UnsupportedError, match=r"of shape \(4, 4\) requires a gradient, redistribute_local has none"):
-        redistribute_local(mine, (4, 4), layout, layout)
+    followed = redistribute_local(mine, (4, 4), layout, layout)
+    assert followed is not None
+    followed.sum().backward()
+    assert torch.equal(mine.grad, torch.ones(4, 4))
+    with pytest.raises(UnsupportedError, match=r"of shape \(4, 4\) requires a gradient, which donate does not go with"):
+        redistribute_local(mine, (4, 4), layout, layout, donate=True)
     with torch.no_grad():
         assert redistribute_local(mine, (4, 4), layout, layout) is mine
     assert torch.equal(redistribute_local(mine.detach(), (4, 4), layout, layout), mine)

@@ -41,18 +41,23 @@ def on_every_rank(rank: int, world_size: int, blocks: list[str]) -> None:
         "Replicate": Replicate,
     }
     before = names["part"] = names["local"]
+    names["shard"] = before.clone().requires_grad_()
+    names["batch"] = full[rank : rank + 1]
+    names["replicated"] = redist.Layout(mesh, [None, None])
     for code in blocks:
         exec(code, names)
     assert torch.equal(names["local"], full[16 * (rank % 4) :, 32 * (rank // 4) :][:16, :32])
     assert torch.equal(names["handle"].wait(), before)
     assert torch.equal(names["weight"].to_local(), full[16 * (rank // 2) :][:16])
     assert torch.equal(names["moved"]["weight"], names["local"])
+    summed = full[:8].sum(0)[32 * (rank // 4) :][:32]
+    assert torch.equal(names["shard"].grad, summed[:, None].expand(32, 16))
     assert names["largest"] == names["local"].max() + 2
 
 
 def test_blocks_about_ranks_run_on_ranks():
     blocks = re.findall(r"^```python skip\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     run_ranks(on_every_rank, 8, blocks)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from optim_redist._autograd import Move, followed
 from optim_redist._recent import Recent
 from optim_redist._running import collectives
 from optim_redist._running.stage_program import StageProgram, slots
@@ -16,6 +17,7 @@ from optim_redist._running.uncompiled import uncompiled
 from optim_redist._running.views import resolved
 from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import LayoutError, UnsupportedError, noting
+from optim_redist.gradients import GradientRule, check_linear, check_rule
 from optim_redist.handle import Handle
 from optim_redist.layout import Layout
 from optim_redist.planning import plan
@@ -42,6 +44,7 @@ def redistribute_local(
     memory_limit: int | None = ...,
     donate: bool = ...,
     copy: bool = ...,
+    grad: GradientRule = ...,
 ) -> Tensor | None: ...
 
 
@@ -62,6 +65,7 @@ def redistribute_local(
     memory_limit: int | None = ...,
     donate: bool = ...,
     copy: bool = ...,
+    grad: GradientRule = ...,
 ) -> Handle[Tensor | None]: ...
 
 
@@ -82,6 +86,7 @@ def redistribute_local(
     memory_limit: int | None = ...,
     donate: bool = ...,
     copy: bool = ...,
+    grad: GradientRule = ...,
 ) -> Tensor | Handle[Tensor | None] | None: ...
 
 
@@ -102,12 +107,17 @@ def redistribute_local(
     memory_limit: int | None = None,
     donate: bool = False,
     copy: bool = True,
+    grad: GradientRule = "replicate",
 ) -> Tensor | Handle[Tensor | None] | None:
     """This rank's part of the target layout, given its part of the source layout.
 
     Every rank of either layout must call. Ranks outside the source pass ``None`` and give the ``dtype``; ranks outside
-    the target get ``None``. A rank whose part does not change may get its own tensor back. Values move, gradients do
-    not.
+    the target get ``None``. A rank whose part does not change may get its own tensor back.
+
+    If autograd records and ``tensor`` requires a gradient, the result has one, and so have gradients. It must require
+    one on all ranks or on none, and then every rank has to run backward through its result, since gradients are moved,
+    too. In that case a rank outside the source passes a tensor of shape (0,) that requires a gradient, and a rank
+    outside the target gets one.
 
     Args:
         tensor: the local part, of any strides.
@@ -125,7 +135,14 @@ def redistribute_local(
         donate: ``tensor`` may be given up: its memory is freed once it has been read, before later steps allocate
             theirs. It must span all of its storage, and torch must be able to free that. Unless ``tensor`` is the
             result, it keeps its shape but its storage is empty afterwards: reading it crashes the process.
-        copy: if False, a part of the source that becomes the target may come back as a view.
+        copy: if False, a part of the source that becomes the target may come back as a view; not under autograd.
+        grad: what the ranks' losses are. With "replicate", DTensor's rule, all ranks compute the same loss L: ranks
+            that hold the same have the same gradient, and contributions x_c to a sum v have ∂L/∂x_c = ∂L/∂v. With
+            "adjoint", the transpose of the map from all ranks' parts to all ranks' parts, the loss is Σ_r L_r over all
+            ranks: gradients of a target's replicas are added, and those of a source's replicas *add up* to the
+            gradient of what these hold, in shares that the layouts decide. Sum them over the replicas, as data
+            parallelism does, for the gradient of a parameter that all of them hold. A pending average of n
+            contributions has ∂L/∂x_c = ∂L/∂v / n.
 
     Raises:
         LayoutError: if the tensor's shape is not what the layout says, or ``out`` lies in the tensor's memory or on
@@ -134,7 +151,8 @@ def redistribute_local(
             run before. A rank whose plan has run does not compare it again, and a rank in whose plan nothing moves has
             none to compare; then the other ranks wait for it or fail in the backend. So do ranks that call with layouts
             on different sets of ranks, which make different process groups, unless ``group`` is given.
-        UnsupportedError: if autograd records and ``tensor`` or ``out`` requires a gradient, which would be lost; or if
+        UnsupportedError: if autograd records and ``out`` requires a gradient, which would be lost; if ``tensor`` does,
+            and ``out``, ``async_op`` or ``donate`` is given or a minimum, maximum or product is pending; or if
             ``memory_limit`` has no room for ``out`` beside what the plan counts, or for the copy that resolves a
             pending conjugation or negation of ``tensor``.
     """
@@ -143,21 +161,38 @@ def redistribute_local(
             f"out of shape {tuple(out.shape)} requires a gradient, and redistribute_local would write to it unseen by "
             "autograd; call under torch.no_grad(), or pass out.detach()"
         )
+    check_rule(grad)
     if tensor is not None:
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise UnsupportedError(
-                f"the local tensor of shape {tuple(tensor.shape)} requires a gradient, redistribute_local has none; "
-                "redistribute a DTensor, call under torch.no_grad(), or pass tensor.detach()"
-            )
         if dtype is not None and dtype != tensor.dtype:
             raise LayoutError(f"dtype={dtype} was given for a tensor of {tensor.dtype}")
         dtype = tensor.dtype
     if dtype is None:
         raise LayoutError("a rank without a part of the source says which dtype it will get: pass dtype=")
+    if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+        _refuse_unfollowed(tensor, out=out is not None, async_op=async_op, donate=donate)
+        check_linear(src, dst)
+
+        def run(part: Tensor | None, src: Layout, dst: Layout, like: Tensor) -> Tensor | None:
+            made = plan(
+                shape, like.dtype, src, dst, cost_model=cost_model, topology=topology, memory_limit=memory_limit
+            )
+            return program_for(made, group)(part, device=like.device)
+
+        return followed(tensor, Move(tuple(shape), src, dst, collectives.my_rank(), grad, run))
     made = plan(
         shape, dtype, src, dst, cost_model=cost_model, topology=topology, memory_limit=memory_limit, donate=donate
     )
     return program_for(made, group)(tensor, out, async_op=async_op, copy=copy, device=device)
+
+
+def _refuse_unfollowed(tensor: Tensor, **given: bool) -> None:
+    """Raise ``UnsupportedError`` for what autograd cannot follow."""
+    for name, is_given in given.items():
+        if is_given:
+            raise UnsupportedError(
+                f"the local tensor of shape {tuple(tensor.shape)} requires a gradient, which {name} does not go with; "
+                f"call without {name}, under torch.no_grad(), or with tensor.detach()"
+            )
 
 
 def program_for(made: Plan, group: ProcessGroup | None = None) -> Program:

@@ -3,6 +3,10 @@
 Forward goes from the tensor's layout to the wanted one. Backward goes from the gradient's layout to the tensor's, with
 DTensor's rule for pending reductions: where the tensor held contributions its gradient is replicated, since every
 contribution has the gradient of their sum. Gradients of gradients work the same way.
+
+The other rule, "adjoint", is the transpose of the map from all ranks' local tensors to all ranks' local tensors (see
+``gradients``). Along a mesh axis on which the target is replicated, a gradient that says it is replicated, too, is read
+as contributions, and where the tensor was replicated its gradient is contributions, which its placements say.
 """
 
 from __future__ import annotations
@@ -25,9 +29,11 @@ from optim_redist.canonical import canonical
 from optim_redist.dtensor import from_dtensor, from_placements, shard_order_of
 from optim_redist.errors import UnsupportedError
 from optim_redist.execute import redistribute_local
+from optim_redist.gradients import GradientRule, check_rule
 from optim_redist.handle import Handle, done
 from optim_redist.layout import Layout
 from optim_redist.placements import ShardOrder, as_shard_order
+from optim_redist.shares import put_back, shared_out
 
 
 class _Place(NamedTuple):
@@ -79,6 +85,7 @@ def redistribute(
     forward_dtype: torch.dtype | None = ...,
     backward_dtype: torch.dtype | None = ...,
     memory_limit: int | None = ...,
+    grad: GradientRule = ...,
 ) -> DTensor: ...
 
 
@@ -93,6 +100,7 @@ def redistribute(
     forward_dtype: torch.dtype | None = ...,
     backward_dtype: torch.dtype | None = ...,
     memory_limit: int | None = ...,
+    grad: GradientRule = ...,
 ) -> Handle[DTensor]: ...
 
 
@@ -107,6 +115,7 @@ def redistribute(
     forward_dtype: torch.dtype | None = ...,
     backward_dtype: torch.dtype | None = ...,
     memory_limit: int | None = ...,
+    grad: GradientRule = ...,
 ) -> DTensor | Handle[DTensor]: ...
 
 
@@ -121,6 +130,7 @@ def redistribute(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     memory_limit: int | None = None,
+    grad: GradientRule = "replicate",
 ) -> DTensor | Handle[DTensor]:
     """The tensor in other placements, on its own device mesh or another; differentiable.
 
@@ -139,6 +149,17 @@ def redistribute(
         backward_dtype: dtype in which the gradient is exchanged; it arrives in the tensor's dtype.
         memory_limit: bytes that no rank may exceed, as for ``plan``. If the exchange is in another dtype, the limit
             counts the converted copy as the source, and not ``dtensor``, which is held as well.
+        grad: what the loss is. With "replicate", DTensor's rule, it is one DTensor's value: a gradient is what its
+            placements say, and ends up in the placements of ``dtensor``, ``Partial()`` read as ``Replicate()``. With
+            "adjoint" it is the sum of all ranks' losses, as where ranks go on with ``to_local()`` on their own data:
+            where the target is ``Replicate()``, the ranks' gradients are added (a gather's transpose is a
+            reduce-scatter), also if they come as ``Replicate()``; where ``dtensor`` is ``Replicate()``, its gradient
+            is ``Partial()``.
+
+    Raises:
+        LayoutError: if the local tensor or a placement does not fit the shape.
+        UnsupportedError: if an argument is of a wrong type; if autograd records, ``dtensor`` requires a gradient and
+            ``async_op`` is given, or ``grad="adjoint"`` while something else than a sum is pending.
     """
     if placements is None:
         raise UnsupportedError("placements is needed: one for each axis of the target's device mesh")
@@ -154,16 +175,30 @@ def redistribute(
             f"redistribute takes a DTensor, got {type(dtensor).__name__}; make one of this rank's part by "
             "DTensor.from_local, or give the part to redistribute_local"
         )
+    check_rule(grad)
     mesh = device_mesh if device_mesh is not None else dtensor.device_mesh
     order = tuple((_counted(dim, dtensor.ndim), axes) for dim, axes in (as_shard_order(shard_order) or {}).items())
     if order and not hasattr(dtensor_package._dtensor_spec, "ShardOrderEntry"):
         raise UnsupportedError(f"torch {torch.__version__} has no shard_order; say it with _StridedShard placements")
     place = _Place(mesh, tuple(_normalized(p, dtensor.ndim) for p in placements), order, forward_dtype)
+    follows = torch.is_grad_enabled() and dtensor.requires_grad
     if async_op:
-        if torch.is_grad_enabled() and dtensor.requires_grad:
+        if follows:
             raise UnsupportedError("async_op=True has no gradient; call under torch.no_grad() or without async_op")
         return _move(dtensor, place, memory_limit, async_op=True)
-    return _Redistribute.apply(dtensor, place, backward_dtype, memory_limit)
+    if follows and grad == "adjoint":
+        _check_sums(dtensor.placements, "dtensor")
+        _check_sums(place.placements, "placements")
+    return _Redistribute.apply(dtensor, place, _Backward(grad, backward_dtype, memory_limit))
+
+
+def _check_sums(placements: Sequence[Placement], name: str) -> None:
+    for placement in placements:
+        if isinstance(placement, Partial) and placement.reduce_op != "sum":
+            raise UnsupportedError(
+                f'{name} has {placement!r}, and grad="adjoint" is for pending sums; leave grad out, or redistribute to '
+                "Replicate() first"
+            )
 
 
 def _normalized(placement: Placement, num_dims: int) -> Placement:
@@ -178,26 +213,56 @@ def _counted(tensor_dim: int, num_dims: int) -> int:
     return tensor_dim + num_dims if -num_dims <= tensor_dim < 0 else tensor_dim
 
 
+class _Backward(NamedTuple):
+    """What the backward pass has to know beside the places."""
+
+    rule: GradientRule
+    dtype: torch.dtype | None
+    memory_limit: int | None
+
+
 class _Redistribute(torch.autograd.Function):
     """Forward and backward are the same move with the roles of the two places exchanged."""
 
     @staticmethod
     def forward(
-        ctx: Any, dtensor: DTensor, place: _Place, backward_dtype: torch.dtype | None, memory_limit: int | None
+        ctx: Any, dtensor: DTensor, place: _Place, after: _Backward, read_as: tuple[Placement, ...] | None = None
     ) -> DTensor:
-        placements = tuple(Replicate() if isinstance(p, Partial) else p for p in dtensor.placements)
+        """``read_as``: of a gradient by the rule "adjoint", the placements that it has in truth."""
+        placements = _dual(dtensor.device_mesh, read_as or dtensor.placements, after.rule)
         order = tuple((shard_order_of(dtensor) or {}).items())
-        ctx.back = _Place(dtensor.device_mesh, placements, order, backward_dtype, dtensor.dtype)
-        ctx.memory_limit = memory_limit
-        return _move(dtensor, place, memory_limit)
+        ctx.back = _Place(dtensor.device_mesh, placements, order, after.dtype, dtensor.dtype)
+        ctx.place, ctx.after = place, after
+        return _move(dtensor, place, after.memory_limit, read_as=read_as)
 
     @staticmethod
     def backward(ctx: Any, *gradients: DTensor) -> tuple[Any, None, None, None]:
-        return _Redistribute.apply(gradients[0], ctx.back, None, ctx.memory_limit), None, None, None
+        gradient, read_as = gradients[0], None
+        if ctx.after.rule == "adjoint":
+            read_as = gradient.placements
+            if gradient.device_mesh == ctx.place.mesh:
+                duals = _dual(ctx.place.mesh, ctx.place.placements, "adjoint")
+                both = zip(read_as, duals)
+                read_as = tuple(dual if found == Replicate() and dual == Partial() else found for found, dual in both)
+        back = _Redistribute.apply(gradient, ctx.back, ctx.after._replace(dtype=None), read_as)
+        return back, None, None, None
+
+
+def _dual(mesh: DeviceMesh, placements: Sequence[Placement], rule: GradientRule) -> tuple[Placement, ...]:
+    """The placements of the gradient of a tensor in these."""
+
+    def of(placement: Placement, size: int) -> Placement:
+        if isinstance(placement, Partial):
+            return Replicate()
+        return Partial() if rule == "adjoint" and placement == Replicate() and size > 1 else placement
+
+    return tuple(map(of, placements, mesh.shape))
 
 
 @overload
-def _move(dtensor: DTensor, place: _Place, memory_limit: int | None) -> DTensor: ...
+def _move(
+    dtensor: DTensor, place: _Place, memory_limit: int | None, *, read_as: tuple[Placement, ...] | None = ...
+) -> DTensor: ...
 
 
 @overload
@@ -205,9 +270,19 @@ def _move(dtensor: DTensor, place: _Place, memory_limit: int | None, *, async_op
 
 
 def _move(
-    dtensor: DTensor, place: _Place, memory_limit: int | None, *, async_op: bool = False
+    dtensor: DTensor,
+    place: _Place,
+    memory_limit: int | None,
+    *,
+    async_op: bool = False,
+    read_as: tuple[Placement, ...] | None = None,
 ) -> DTensor | Handle[DTensor]:
     source = from_dtensor(dtensor)
+    if read_as is not None:
+        pending = [
+            (axis, placement.reduce_op) for axis, placement in enumerate(read_as) if isinstance(placement, Partial)
+        ]
+        source = Layout(source.mesh, source.dims, pending)
     shape, local = tuple(dtensor.shape), arrived(dtensor._local_tensor.detach())
     assert local is not None, "a DTensor has a local tensor on every rank"
     if place.dtype is not None and place.dtype != local.dtype:
@@ -217,11 +292,13 @@ def _move(
     if _stays(source, target, shape):
         stayed = _wrapped(local if inside else None, dtensor, place, local, stays=True)
         return Handle(done(stayed)) if async_op else stayed
+    # a gradient is no sum that one rank has to begin with all of it
+    wanted = target if read_as is None else shared_out(shape, source, target)
     moved = redistribute_local(
         local if inside else None,
         shape,
         source,
-        target,
+        wanted,
         dtype=local.dtype,
         device=None if inside else torch.device(place.mesh.device_type),
         async_op=async_op,
@@ -229,6 +306,8 @@ def _move(
     )
     if isinstance(moved, Handle):
         return Handle(_when_arrived(moved, dtensor, place, local))
+    if moved is not None:
+        moved = put_back(moved, shape, wanted, target, dtensor.device_mesh.get_rank())
     return _wrapped(moved, dtensor, place, local)
 
 
