@@ -46,6 +46,9 @@ _ALIAS = {
 # integers that torch stores and multiplies, but neither adds nor compares
 _UNORDERED = ("uint16", "uint32", "uint64")
 
+# real numbers that torch divides
+_DIVIDED = ("float16", "bfloat16", "float32", "float64")
+
 
 def dtype_name(dtype: Any) -> str:
     """torch's name of an element type given as ``torch.dtype`` or as text, e.g. "bfloat16"."""
@@ -79,11 +82,12 @@ def why_not_combined(op: str, name: str) -> str | None:
     return None
 
 
-def check_started(ops: Collection[str], name: str) -> None:
+def check_started(ops: Collection[str], name: str, *, divide: bool = False) -> None:
     """Refuse pending reductions of a target that this element type cannot start, or not finish with the same value.
 
     To start one, one rank gets the value and the others the identity: zeros for a sum, ones for a product, the type's
-    extremum for min and max. An average has no identity; every rank gets the value.
+    extremum for min and max. An average has no identity; every rank gets the value. With ``divide`` every rank gets an
+    equal part of a sum, which is rounded.
 
     Raises:
         UnsupportedError: names the operation and the type.
@@ -94,5 +98,7 @@ def check_started(ops: Collection[str], name: str) -> None:
             reason = f"{name} has no zero; convert first"
         elif op == "avg" and (name == "float64" or name.startswith("complex")):
             reason = f"averaging equal {name} values rounds, there is no wider type to add them in; use sum"
+        elif op == "sum" and divide and name not in _DIVIDED:
+            reason = f'partial_init="divide" is for {", ".join(_DIVIDED)}; leave it out'
         if reason:
             raise UnsupportedError(f"the target cannot start a pending {op} of {name}: {reason}")

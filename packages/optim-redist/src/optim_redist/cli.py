@@ -115,6 +115,12 @@ def _task_command(commands: Any, name: str, run: Callable[[argparse.Namespace], 
     command.add_argument(
         "--topology", help="flat, nodes:8 (ranks per node) or nodes:axis0 (a mesh axis numbers the nodes)"
     )
+    command.add_argument(
+        "--partial-init",
+        choices=["owner", "divide"],
+        default="owner",
+        help="how a sum that the target has pending begins: the value at one coordinate, or value / n at each of n",
+    )
     command.add_argument("--model", type=_read(_model), help="cost model: h200x4, h200x8, nodes-400g, flat, or a file")
     if name != "bound":
         command.add_argument(
@@ -206,6 +212,7 @@ def _made_plan(options: argparse.Namespace) -> Any:
         topology=_topology(options.topology, src.mesh),
         memory_limit=options.memory_limit,
         donate=options.donate,
+        partial_init=options.partial_init,
     )
 
 
@@ -255,7 +262,7 @@ def _bound(options: argparse.Namespace) -> int:
     src, dst = _layouts(options)
     topology = _topology(options.topology, src.mesh) or (options.model.topology if options.model else None)
     width = itemsize(dtype_name(options.dtype))
-    found = bounds(options.shape, src, dst, topology, itemsize=width)
+    found = bounds(options.shape, src, dst, topology, itemsize=width, partial_init=options.partial_init)
     if options.json:
         _print_json({"shape": list(options.shape), "dtype": options.dtype, "itemsize": width, **found.to_json()})
     else:

@@ -19,7 +19,7 @@ from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import LayoutError, UnsupportedError, noting
 from optim_redist.gradients import GradientRule, check_linear, check_rule
 from optim_redist.handle import Handle
-from optim_redist.layout import Layout
+from optim_redist.layout import Layout, PartialInit
 from optim_redist.planning import plan
 from optim_redist.plans import Plan
 from optim_redist.program import Program, compile
@@ -45,6 +45,7 @@ def redistribute_local(
     donate: bool = ...,
     copy: bool = ...,
     grad: GradientRule = ...,
+    partial_init: PartialInit = ...,
 ) -> Tensor | None: ...
 
 
@@ -66,6 +67,7 @@ def redistribute_local(
     donate: bool = ...,
     copy: bool = ...,
     grad: GradientRule = ...,
+    partial_init: PartialInit = ...,
 ) -> Handle[Tensor | None]: ...
 
 
@@ -87,6 +89,7 @@ def redistribute_local(
     donate: bool = ...,
     copy: bool = ...,
     grad: GradientRule = ...,
+    partial_init: PartialInit = ...,
 ) -> Tensor | Handle[Tensor | None] | None: ...
 
 
@@ -108,6 +111,7 @@ def redistribute_local(
     donate: bool = False,
     copy: bool = True,
     grad: GradientRule = "replicate",
+    partial_init: PartialInit = "owner",
 ) -> Tensor | Handle[Tensor | None] | None:
     """This rank's part of the target layout, given its part of the source layout.
 
@@ -131,7 +135,7 @@ def redistribute_local(
         device: where a rank without ``tensor`` and ``out`` exchanges and gets its part; by default the CUDA device of a
             group that has NCCL, else the CPU.
         async_op: return a ``Handle`` whose ``wait()`` gives the result; do not write to ``tensor`` before that.
-        cost_model, topology, memory_limit: as for ``plan``.
+        cost_model, topology, memory_limit, partial_init: as for ``plan``.
         donate: ``tensor`` may be given up: its memory is freed once it has been read, before later steps allocate
             theirs. It must span all of its storage, and torch must be able to free that. Unless ``tensor`` is the
             result, it keeps its shape but its storage is empty afterwards: reading it crashes the process.
@@ -171,16 +175,33 @@ def redistribute_local(
     if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
         _refuse_unfollowed(tensor, out=out is not None, async_op=async_op, donate=donate)
         check_linear(src, dst)
+        sides = src, dst
 
         def run(part: Tensor | None, src: Layout, dst: Layout, like: Tensor) -> Tensor | None:
             made = plan(
-                shape, like.dtype, src, dst, cost_model=cost_model, topology=topology, memory_limit=memory_limit
+                shape,
+                like.dtype,
+                src,
+                dst,
+                cost_model=cost_model,
+                topology=topology,
+                memory_limit=memory_limit,
+                # what gradients begin is the same however the values began
+                partial_init=partial_init if (src, dst) == sides else "owner",
             )
             return program_for(made, group)(part, device=like.device)
 
         return followed(tensor, Move(tuple(shape), src, dst, collectives.my_rank(), grad, run))
     made = plan(
-        shape, dtype, src, dst, cost_model=cost_model, topology=topology, memory_limit=memory_limit, donate=donate
+        shape,
+        dtype,
+        src,
+        dst,
+        cost_model=cost_model,
+        topology=topology,
+        memory_limit=memory_limit,
+        donate=donate,
+        partial_init=partial_init,
     )
     return program_for(made, group)(tensor, out, async_op=async_op, copy=copy, device=device)
 

@@ -41,6 +41,7 @@ __all__ = [
     "Kind",
     "Layout",
     "Mesh",
+    "PartialInit",
     "Ragged",
     "ReduceOp",
     "Split",
@@ -48,6 +49,7 @@ __all__ = [
 ]
 
 ReduceOp = Literal["sum", "avg", "min", "max", "product"]
+PartialInit = Literal["owner", "divide"]  # how a pending reduction of a target begins: see ``problem``
 
 _FORMAT = "optim-redist.layout"
 _VERSION = 1

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from optim_redist._inside import Inside
 from optim_redist._mesh import int_tuple
-from optim_redist.layout import Layout
-from optim_redist.problem import Problem, check_layouts
+from optim_redist.layout import Layout, PartialInit
+from optim_redist.problem import Problem, check_layouts, check_partial_init
 
 if TYPE_CHECKING:
     from optim_redist.cost import Topology
@@ -103,17 +103,26 @@ class Bounds(NamedTuple):
 
 
 def bounds(
-    shape: Sequence[int], src: Layout, dst: Layout, topology: Topology | None = None, *, itemsize: int = 2
+    shape: Sequence[int],
+    src: Layout,
+    dst: Layout,
+    topology: Topology | None = None,
+    *,
+    itemsize: int = 2,
+    partial_init: PartialInit = "owner",
 ) -> Bounds:
     """Lower bounds that no plan from ``src`` to ``dst`` can beat.
 
-    ``itemsize`` is the size of an element in bytes; only ``seconds`` depends on it.
+    ``itemsize`` is the size of an element in bytes; only ``seconds`` depends on it. ``partial_init`` is as for
+    ``plan``: with "divide" every rank needs the values of which it keeps a part, with "owner" one coordinate does.
 
     Raises:
         LayoutError: if a layout does not fit the shape, or is no ``Layout``.
+        UnsupportedError: for an unknown ``partial_init``, or one that the target's pending reductions do not have.
     """
     check_layouts(src, dst)
-    return bounds_of(Problem(int_tuple(shape, "sizes"), src, dst), topology, itemsize=itemsize)
+    check_partial_init(partial_init)
+    return bounds_of(Problem(int_tuple(shape, "sizes"), src, dst, partial_init), topology, itemsize=itemsize)
 
 
 def bounds_of(problem: Problem, topology: Topology | None = None, *, itemsize: int = 2) -> Bounds:

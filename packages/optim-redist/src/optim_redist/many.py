@@ -24,7 +24,7 @@ from optim_redist._running.views import arrived, refuse_dtensor
 from optim_redist.cost import CommModel
 from optim_redist.errors import LayoutError
 from optim_redist.handle import Handle, done
-from optim_redist.layout import Layout
+from optim_redist.layout import Layout, PartialInit
 from optim_redist.planning import plan, whole_bytes
 from optim_redist.plans import Plan
 
@@ -63,6 +63,7 @@ def redistribute_many(
     group: ProcessGroup | None = ...,
     async_op: Literal[False] = ...,
     cost_model: CommModel | None = ...,
+    partial_init: PartialInit = ...,
 ) -> dict[Name, Tensor | None]: ...
 
 
@@ -76,6 +77,7 @@ def redistribute_many(
     group: ProcessGroup | None = ...,
     async_op: Literal[False] = ...,
     cost_model: CommModel | None = ...,
+    partial_init: PartialInit = ...,
 ) -> list[Tensor | None]: ...
 
 
@@ -89,6 +91,7 @@ def redistribute_many(
     group: ProcessGroup | None = ...,
     async_op: Literal[True],
     cost_model: CommModel | None = ...,
+    partial_init: PartialInit = ...,
 ) -> Handle[dict[Name, Tensor | None]]: ...
 
 
@@ -102,6 +105,7 @@ def redistribute_many(
     group: ProcessGroup | None = ...,
     async_op: Literal[True],
     cost_model: CommModel | None = ...,
+    partial_init: PartialInit = ...,
 ) -> Handle[list[Tensor | None]]: ...
 
 
@@ -115,6 +119,7 @@ def redistribute_many(
     group: ProcessGroup | None = ...,
     async_op: bool,
     cost_model: CommModel | None = ...,
+    partial_init: PartialInit = ...,
 ) -> dict[Name, Tensor | None] | Handle[dict[Name, Tensor | None]]: ...
 
 
@@ -128,6 +133,7 @@ def redistribute_many(
     group: ProcessGroup | None = ...,
     async_op: bool,
     cost_model: CommModel | None = ...,
+    partial_init: PartialInit = ...,
 ) -> list[Tensor | None] | Handle[list[Tensor | None]]: ...
 
 
@@ -141,6 +147,7 @@ def redistribute_many(
     group: ProcessGroup | None = None,
     async_op: bool = False,
     cost_model: CommModel | None = None,
+    partial_init: PartialInit = "owner",
 ) -> Any:
     """This rank's part of every target: a dict for a dict (in its order), a list for a sequence.
 
@@ -160,7 +167,7 @@ def redistribute_many(
         group: whose ranks take part; by default the ranks of all layouts.
         async_op: return a ``Handle``; only the first exchange overlaps with what the caller does next. The caller must
             not write to the tensors before ``wait()``.
-        cost_model: as for ``plan``.
+        cost_model, partial_init: as for ``plan``.
 
     Raises:
         LayoutError: if a tensor's shape or dtype is not what its item says.
@@ -178,7 +185,7 @@ def redistribute_many(
     if not chosen:
         nothing: dict[Name, Tensor | None] | list[Tensor | None] = {} if isinstance(items, Mapping) else []
         return Handle(done(nothing)) if async_op else nothing
-    plans = [_plan_of(name, item, cost_model) for name, item in zip(names, chosen)]
+    plans = [_plan_of(name, item, cost_model, partial_init) for name, item in zip(names, chosen)]
     # names that are not strings need not have the same text on every rank
     agreed = tuple(names) if all(isinstance(name, str) for name in names) else ()
     key = (tuple(map(id, plans)), bucket_bytes, limit, donate, id(group), collectives.my_rank(), agreed)
@@ -243,10 +250,11 @@ def _check_donated(rank: int, names: Sequence[Hashable], tensors: Sequence[Tenso
                 )
 
 
-def _plan_of(name: Hashable, item: Item, cost_model: CommModel | None) -> Plan:
+def _plan_of(name: Hashable, item: Item, cost_model: CommModel | None, partial_init: PartialInit) -> Plan:
     if item.tensor is not None and item.dtype is not None and item.dtype != item.tensor.dtype:
         raise LayoutError(f"{name!r} is a tensor of {item.tensor.dtype}, and dtype={item.dtype} was given with it")
     dtype = item.dtype if item.tensor is None else item.tensor.dtype
     if dtype is None:
         raise LayoutError(f"{name!r} has no tensor on this rank, so its dtype has to be given")
-    return plan(item.shape, dtype, item.src, item.dst, cost_model=cost_model, planners=("direct", "relay"))
+    task = item.shape, dtype, item.src, item.dst
+    return plan(*task, cost_model=cost_model, planners=("direct", "relay"), partial_init=partial_init)

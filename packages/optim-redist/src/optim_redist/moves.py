@@ -205,7 +205,7 @@ class Request:
 
     def between(self, src: Layout, dst: Layout, aside: Mapping[int, int]) -> Request:
         """The same request for the part of the way from ``src`` to ``dst``."""
-        return replace(self, problem=Problem(self.problem.shape, src, dst), aside=aside)
+        return replace(self, problem=self.problem.between(src, dst), aside=aside)
 
 
 @dataclass

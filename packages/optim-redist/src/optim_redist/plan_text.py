@@ -103,7 +103,7 @@ def plan_table(plan: Plan, crossed: Sequence[Crossed] | None = None) -> str:
     head = [
         f"{shape} {plan.dtype}, {_num_ranks(plan)} ranks, by {plan.planner}; model {plan.model}, plan {plan.hash[:12]}",
         f"  from  {plan.src} on {plan.src.mesh}",
-        f"  to    {plan.dst} on {plan.dst.mesh}",
+        f"  to    {plan.dst} on {plan.dst.mesh}" + _beginning(plan),
     ]
     rows = [("step", "operation", "group", "layout after", "receives", "sends", "time", "peak")]
     for number, step in enumerate(plan.steps, 1):
@@ -166,7 +166,7 @@ def _busy_inside(plan: Plan) -> list[str]:
     """A line on why a plan that brings nothing into a group twice has a rank busier than the bound, if it has one."""
     if plan.planner != "hierarchical" or plan.src.partial or plan.volume_ratio <= 1.25:
         return []
-    problem = Problem(plan.shape, plan.src, plan.dst)
+    problem = Problem(plan.shape, plan.src, plan.dst, plan.partial_init)
     level = max(plan.topology.levels, key=lambda level: least_inside_groups(problem, level.group_of))
     least = least_inside_groups(problem, level.group_of)
     if least <= plan.bounds.lb:
@@ -190,6 +190,10 @@ def _span(ranks: Sequence[int]) -> str:
     if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}–{ranks[-1]}"
     return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+
+
+def _beginning(plan: Plan) -> str:
+    return "" if plan.partial_init == "owner" else "; sums begin as equal parts of the value on all ranks"
 
 
 def explain(plan: Plan) -> str:
@@ -246,7 +250,7 @@ def _relays(plan: Plan) -> list[str]:
     limits = plan.bounds
     if limits.single_hop <= limits.lb:
         return []
-    name, moved = best_relay(Problem(plan.shape, plan.src, plan.dst), limits)
+    name, moved = best_relay(Problem(plan.shape, plan.src, plan.dst, plan.partial_init), limits)
     closed = (limits.single_hop - moved) / (limits.single_hop - limits.lb)
     line = f"relayed, {name} would move {moved}, which closes {closed:.0%} of the gap"
     if closed >= 0.5:

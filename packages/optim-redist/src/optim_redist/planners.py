@@ -181,7 +181,7 @@ def _shares(problem: Problem, group: Inside) -> bool:
 
 def held_without_moves(problem: Problem) -> int:
     """Elements that the fullest rank holds where nothing moves: a part that stays whole is its own target."""
-    if problem.is_even and not problem.started:
+    if problem.is_even and not problem.started and problem.divisor == 1:
         held, needed = problem.held_by_all, problem.needed_by_all
         return held if held == needed else held + needed
     stored = problem.num_stored.items()

@@ -20,13 +20,13 @@ from optim_redist._recent import Recent
 from optim_redist.canonical import canonical
 from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import PlanInfeasibleError, RedistError
-from optim_redist.layout import Layout
+from optim_redist.layout import Layout, PartialInit
 from optim_redist.lower_bounds import Bounds, bounds_of
 from optim_redist.moves import Candidate, Request
 from optim_redist.overlap import overlap
 from optim_redist.planners import candidates
 from optim_redist.plans import Alternative, Plan
-from optim_redist.problem import Problem, check_layouts
+from optim_redist.problem import Problem, check_layouts, check_partial_init
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +60,7 @@ def plan(
     deterministic: bool = False,
     planners: Sequence[str] | None = None,
     budget: int = 0,
+    partial_init: PartialInit = "owner",
 ) -> Plan:
     """The cheapest plan that gets a tensor of this shape and dtype from ``src`` to ``dst``.
 
@@ -76,31 +77,41 @@ def plan(
         planners: names of the planners to ask; by default all but "notebook", whose search takes milliseconds to
             seconds, and, without a ``budget``, "collectives".
         budget: states that the search for sequences of collectives may expand; with 0 only ``planners`` can ask for it.
+        partial_init: how a reduction begins that is pending in the target and was not in the source. With "owner" the
+            ranks at coordinate 0 of its axis get the value and the others the identity, so that it comes back bit for
+            bit. With "divide", DTensor's way, each of the n ranks along the axes of sums gets value / n, rounded: for
+            sums, and averages beside them, of float16, bfloat16, float32 and float64. Then every rank needs the value.
+            Averages always begin as copies of the value.
 
     Raises:
         LayoutError: if a layout does not fit the shape, or is no ``Layout``.
         PlanInfeasibleError: if no candidate stays under ``memory_limit``; it carries the certificate.
-        UnsupportedError: for an unknown dtype, and if the target has a reduction pending that elements of this dtype
-            cannot start.
+        UnsupportedError: for an unknown dtype or ``partial_init``, and if the target has a reduction pending that
+            elements of this dtype cannot start, or not so.
         RedistError: for unknown ``planners``, if none of the named planners fits this redistribution, and for an
             invalid ``cost_model``, ``topology`` or ``memory_limit``.
     """
     name = dtype_name(dtype)
     asked = None if planners is None else tuple(planners)
     options = (donate, deterministic, asked, budget)
-    key = (tuple(shape), name, src, dst, relabel, cost_model, topology, memory_limit, *options)
+    key = (tuple(shape), name, src, dst, relabel, cost_model, topology, memory_limit, partial_init, *options)
     known = _plans.find(key)
     if known is None:
         _check_arguments(src, dst, cost_model, topology, planners)
         shape = int_tuple(shape, "sizes")
+        check_partial_init(partial_init)
         if dst.partial:
-            check_started(Problem(shape, src, dst).started_ops, name)
+            problem = Problem(shape, src, dst, partial_init)
+            check_started(problem.started_ops, name, divide=partial_init == "divide")
+        if not dst.partial or problem.divisor == 1:
+            # nothing is divided
+            partial_init = "owner"
         model = cost_model or CommModel.preset("flat")
         model = model.consistent if topology is None else model.in_groups_of(topology)
         if relabel:
-            dst = relabelled(Problem(shape, src, dst))
+            dst = relabelled(Problem(shape, src, dst, partial_init))
         limit = whole_bytes(memory_limit)
-        known = _as_written(_decided(shape, name, src, dst, model, limit, *options), name, src, dst)
+        known = _as_written(_decided(shape, name, src, dst, partial_init, model, limit, *options), name, src, dst)
         _plans.put(key, known)
     return known
 
@@ -147,6 +158,7 @@ def _decided(
     dtype: str,
     src: Layout,
     dst: Layout,
+    partial_init: PartialInit,
     model: CommModel,
     memory_limit: int | None,
     donate: bool,
@@ -163,10 +175,10 @@ def _decided(
     if not (src.partial or dst.partial or (asked and "notebook" in asked)):
         src, dst = canonical(src, shape), canonical(dst, shape)
     width, halves = itemsize(dtype), dtype == "complex32"
-    key = (shape, width, halves, src, dst, model, memory_limit, donate, deterministic, asked, budget)
+    key = (shape, width, halves, src, dst, partial_init, model, memory_limit, donate, deterministic, asked, budget)
     known = _decisions.find(key)
     if known is None:
-        problem = Problem(shape, src, dst)
+        problem = Problem(shape, src, dst, partial_init)
         request = Request(
             problem, width, model, memory_limit, donate, budget, deterministic=deterministic, of_complex_halves=halves
         )
@@ -205,6 +217,7 @@ def _decide(request: Request, asked: tuple[str, ...] | None) -> _Decision:
         "donate": request.donate,
         "deterministic": request.deterministic,
         "alternatives": tuple(lost),
+        "partial_init": problem.partial_init,
     }
 
 

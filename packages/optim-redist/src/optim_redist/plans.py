@@ -15,10 +15,10 @@ from optim_redist._mesh import int_tuple
 from optim_redist._methods.candidates import phases_of
 from optim_redist.cost import Topology
 from optim_redist.errors import RedistError
-from optim_redist.layout import Layout
+from optim_redist.layout import Layout, PartialInit
 from optim_redist.lower_bounds import Bounds
 from optim_redist.moves import Phase, Stage, Step
-from optim_redist.problem import Problem
+from optim_redist.problem import Problem, check_partial_init
 
 if TYPE_CHECKING:
     from optim_redist.pictures import PictureFormat
@@ -55,6 +55,7 @@ class Plan:
         donate: whether the source may be overwritten.
         deterministic: whether reductions run in rank order everywhere.
         alternatives: the candidates that lost.
+        partial_init: how pending reductions of the target begin.
     """
 
     shape: tuple[int, ...]
@@ -75,6 +76,7 @@ class Plan:
     donate: bool
     deterministic: bool
     alternatives: tuple[Alternative, ...]
+    partial_init: PartialInit = "owner"
 
     @property
     def itemsize(self) -> int:
@@ -109,7 +111,7 @@ class Plan:
     @lazy
     def problems(self) -> tuple[Problem, ...]:
         """The redistribution that every stage has to make."""
-        return tuple(Problem(self.shape, stage.src, stage.dst) for stage in self.stages)
+        return tuple(Problem(self.shape, stage.src, stage.dst, self.partial_init) for stage in self.stages)
 
     @lazy
     def phases(self) -> tuple[tuple[Problem, tuple[Phase, ...]], ...]:
@@ -142,7 +144,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain data; ``from_json`` reads it back."""
-        return {
+        found = {
             "format": f"{_FORMAT}/{_VERSION}",
             "shape": list(self.shape),
             "dtype": self.dtype,
@@ -163,6 +165,8 @@ class Plan:
             "volume_ratio": self.volume_ratio,
             "alternatives": [other._asdict() for other in self.alternatives],
         }
+        # plans of versions without it have no such field, and keep their hashes
+        return found if self.partial_init == "owner" else {**found, "partial_init": self.partial_init}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
@@ -172,6 +176,7 @@ class Plan:
             raise RedistError(f"this version reads plans up to {_FORMAT}/{_VERSION}, got {data.get('format')}")
         found = dict(data)
         del found["format"]
+        found.setdefault("partial_init", "owner")
         fields = cls.__dataclass_fields__.keys()
         if found.keys() != fields:
             raise RedistError(f"{_FORMAT}/{_VERSION} has other fields: {sorted(found.keys() ^ fields)}")
@@ -179,6 +184,7 @@ class Plan:
             value = found[field]
             if not isinstance(value, Real) and not (field == "memory_limit" and value is None):
                 raise RedistError(f"a plan's {field} is a number, got {value!r}")
+        check_partial_init(found["partial_init"])
         return cls(
             **{
                 **found,

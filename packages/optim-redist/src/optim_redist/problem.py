@@ -11,7 +11,10 @@ Pending reductions. An axis that is partial on both sides with the same operatio
 elements of their own, along an extra dimension as long as the axis. The other partial axes of the source are reduced:
 every element has ``num_contributions`` contributions, each with its own holders. The other partial axes of the target
 start anew: coordinate 0 gets the value, ranks at other coordinates need nothing and fill in the identity. An average
-has no identity, so all coordinates of its axis get the value, which is the average of its copies.
+has no identity, so all coordinates of its axis get the value, which is the average of its copies. With
+``partial_init="divide"`` all coordinates of a sum need the value v, too, and each keeps v / n of it, where n is the
+number of coordinates along all axes on which a sum starts. So every rank's part is as those of the other ranks along
+these axes, and what bounds and planners count is the same as for a target that is replicated along them.
 """
 
 from __future__ import annotations
@@ -19,15 +22,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from optim_redist._inside import Groups, Part
 from optim_redist._lazy import lazy
 from optim_redist._mesh import coordinates
 from optim_redist.boxes import Box
-from optim_redist.errors import LayoutError
+from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.index_sets import intersect
-from optim_redist.layout import Block, Layout, Mesh
+from optim_redist.layout import Block, Layout, Mesh, PartialInit
 from optim_redist.overlap import Division, overlap
 
 if TYPE_CHECKING:
@@ -45,6 +48,12 @@ def check_layouts(src: object, dst: object) -> None:
             raise LayoutError(f"{name} must be a Layout, got {layout!r}; parse_layout(text, mesh) makes one of a text")
 
 
+def check_partial_init(partial_init: object) -> None:
+    """Raise ``UnsupportedError`` if this is no way to start a pending reduction."""
+    if partial_init not in get_args(PartialInit):
+        raise UnsupportedError(f'partial_init is "owner" or "divide", got {partial_init!r}')
+
+
 class Problem:
     """One redistribution: who holds, who needs, and how much they share.
 
@@ -52,14 +61,15 @@ class Problem:
         overlaps: one per tensor dimension, then one per kept partial axis.
         contribution: for each source rank, which of the ``num_contributions`` contributions it holds.
         reduced, reduced_axes: (operation, number of contributions) of each source axis that is reduced, and the axes.
-        started: the partial axes of the target that start anew, averages excepted.
+        started: the partial axes of the target that start anew at coordinate 0 alone, which averages never do.
         started_ops: the operations that start anew, averages included.
+        divisor: what every rank divides its part of the target by, 1 unless a sum starts anew by division.
         is_even: whether all ranks hold equally much, ``held_by_all``, and need equally much, ``needed_by_all``.
         src_replicas, dst_replicas: how many ranks hold each contribution to an element, and how many need an element.
     """
 
-    def __init__(self, shape: Sequence[int], src: Layout, dst: Layout) -> None:
-        self.shape, self.src, self.dst = tuple(shape), src, dst
+    def __init__(self, shape: Sequence[int], src: Layout, dst: Layout, partial_init: PartialInit = "owner") -> None:
+        self.shape, self.src, self.dst, self.partial_init = tuple(shape), src, dst, partial_init
         src.check_shape(self.shape)
         dst.check_shape(self.shape)
         src_axes, src_divisions = _divisions(src)
@@ -69,7 +79,7 @@ class Problem:
         self.reduced_axes: tuple[int, ...] = ()
         self.started: tuple[tuple[int, str], ...] = ()
         self.started_ops: frozenset[str] = frozenset()
-        self.num_contributions = num_started = 1
+        self.num_contributions = num_started = self.divisor = 1
         self.contribution = dict.fromkeys(src.mesh.ranks, 0)
         if src.partial or dst.partial:
             num_started = self._lay_out_contributions(src_axes, dst_axes)
@@ -104,9 +114,21 @@ class Problem:
         self.num_contributions = prod(count for _, count in self.reduced)
         self.contribution = {rank: src.linear(at, self.reduced_axes) for rank, at in src.mesh.coordinates.items()}
         started = [(a, op) for a, op in dst.partial if a not in kept_dst and dst.mesh.sizes[a] > 1]
-        self.started = tuple((a, op) for a, op in started if op != "avg")
         self.started_ops = frozenset(op for _, op in started)
+        self.started = tuple((a, op) for a, op in started if op != "avg")
+        if self.partial_init == "divide" and self.started:
+            if others := sorted(self.started_ops - {"sum", "avg"}):
+                raise UnsupportedError(
+                    f'partial_init="divide" divides sums, and the target starts a pending {others[0]}, which has no '
+                    "n-th parts; leave partial_init out"
+                )
+            self.divisor = prod(dst.mesh.sizes[axis] for axis, _ in self.started)
+            self.started = ()
         return prod(dst.mesh.sizes[axis] for axis, _ in self.started)
+
+    def between(self, src: Layout, dst: Layout) -> Problem:
+        """A part of the way from one layout to another."""
+        return Problem(self.shape, src, dst, self.partial_init)
 
     @lazy
     def src_points(self) -> dict[int, Point]:
@@ -274,9 +296,9 @@ class Problem:
         return stored
 
     def stays_whole(self, rank: int) -> bool:
-        """Whether the rank's part of the source is its part of the target, with nothing to combine."""
+        """Whether the rank's part of the source is its part of the target, with nothing to combine or to divide."""
         held, needed = self.num_stored[rank]
-        return held == needed == self.num_kept.get(rank, 0) and self.num_contributions == 1
+        return held == needed == self.num_kept.get(rank, 0) and self.num_contributions == self.divisor == 1
 
     def held(self, rank: int) -> Box | None:
         """What the rank holds of the source, None outside its mesh."""

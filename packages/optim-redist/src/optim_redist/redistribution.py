@@ -31,19 +31,21 @@ from optim_redist.errors import UnsupportedError
 from optim_redist.execute import redistribute_local
 from optim_redist.gradients import GradientRule, check_rule
 from optim_redist.handle import Handle, done
-from optim_redist.layout import Layout
+from optim_redist.layout import Layout, PartialInit
 from optim_redist.placements import ShardOrder, as_shard_order
+from optim_redist.problem import check_partial_init
 from optim_redist.shares import put_back, shared_out
 
 
 class _Place(NamedTuple):
-    """Where a DTensor is to be, the dtype in which it is exchanged, and the dtype of the result if that is another."""
+    """Where a DTensor is to be, the dtype in which it is exchanged, that of the result if it is another, and how."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     order: tuple[tuple[int, tuple[int, ...]], ...]
     dtype: torch.dtype | None
     arrives_as: torch.dtype | None = None
+    partial_init: PartialInit = "owner"
 
     def layout(self, shape: Sequence[int]) -> Layout:
         return _layout(self.mesh, tuple((type(p), p) for p in self.placements), tuple(shape), self.order)
@@ -86,6 +88,7 @@ def redistribute(
     backward_dtype: torch.dtype | None = ...,
     memory_limit: int | None = ...,
     grad: GradientRule = ...,
+    partial_init: PartialInit = ...,
 ) -> DTensor: ...
 
 
@@ -101,6 +104,7 @@ def redistribute(
     backward_dtype: torch.dtype | None = ...,
     memory_limit: int | None = ...,
     grad: GradientRule = ...,
+    partial_init: PartialInit = ...,
 ) -> Handle[DTensor]: ...
 
 
@@ -116,6 +120,7 @@ def redistribute(
     backward_dtype: torch.dtype | None = ...,
     memory_limit: int | None = ...,
     grad: GradientRule = ...,
+    partial_init: PartialInit = ...,
 ) -> DTensor | Handle[DTensor]: ...
 
 
@@ -131,6 +136,7 @@ def redistribute(
     backward_dtype: torch.dtype | None = None,
     memory_limit: int | None = None,
     grad: GradientRule = "replicate",
+    partial_init: PartialInit = "owner",
 ) -> DTensor | Handle[DTensor]:
     """The tensor in other placements, on its own device mesh or another; differentiable.
 
@@ -155,6 +161,9 @@ def redistribute(
             where the target is ``Replicate()``, the ranks' gradients are added (a gather's transpose is a
             reduce-scatter), also if they come as ``Replicate()``; where ``dtensor`` is ``Replicate()``, its gradient
             is ``Partial()``.
+        partial_init: how a ``Partial()`` begins that ``dtensor`` has not, as for ``plan``: "owner" gives the value to
+            coordinate 0 of its axis and the identity to the others, exactly; "divide" gives each of n ranks value / n,
+            as DTensor's own operations do.
 
     Raises:
         LayoutError: if the local tensor or a placement does not fit the shape.
@@ -176,11 +185,13 @@ def redistribute(
             "DTensor.from_local, or give the part to redistribute_local"
         )
     check_rule(grad)
+    check_partial_init(partial_init)
     mesh = device_mesh if device_mesh is not None else dtensor.device_mesh
     order = tuple((_counted(dim, dtensor.ndim), axes) for dim, axes in (as_shard_order(shard_order) or {}).items())
     if order and not hasattr(dtensor_package._dtensor_spec, "ShardOrderEntry"):
         raise UnsupportedError(f"torch {torch.__version__} has no shard_order; say it with _StridedShard placements")
-    place = _Place(mesh, tuple(_normalized(p, dtensor.ndim) for p in placements), order, forward_dtype)
+    normalized = tuple(_normalized(p, dtensor.ndim) for p in placements)
+    place = _Place(mesh, normalized, order, forward_dtype, partial_init=partial_init)
     follows = torch.is_grad_enabled() and dtensor.requires_grad
     if async_op:
         if follows:
@@ -303,6 +314,7 @@ def _move(
         device=None if inside else torch.device(place.mesh.device_type),
         async_op=async_op,
         memory_limit=memory_limit,
+        partial_init=place.partial_init,
     )
     if isinstance(moved, Handle):
         return Handle(_when_arrived(moved, dtensor, place, local))

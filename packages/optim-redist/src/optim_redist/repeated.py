@@ -90,7 +90,8 @@ class RepeatedExchange:
             raise ValueError("plans is empty; give one for each tensor")
         self._program = program = ManyProgram(plans, sys.maxsize, group)
         stages = program.stages
-        if len(program.exchanges[0]) > 1 or any(stage.reduces for stage in stages):
+        starting = any(made.problems[0].started or made.problems[0].divisor != 1 for made in plans)
+        if len(program.exchanges[0]) > 1 or starting or any(stage.reduces for stage in stages):
             raise UnsupportedError(
                 "only plans of one round without reductions repeat; plan layouts without partial sums, with "
                 "planners=('direct',) and no memory_limit"

@@ -26,7 +26,7 @@ def scattered(problem: Problem) -> list[Layout]:
 
 
 def _scattered_from(problem: Problem, start: Layout) -> list[Layout]:
-    reduced = Problem(problem.shape, start, problem.dst).reduced_axes
+    reduced = problem.between(start, problem.dst).reduced_axes
     replicating = [axis for axis in start.replicated_axes if start.mesh.sizes[axis] > 1]
     found = []
     for axes in [reduced, (*reduced, *replicating)] if replicating else [reduced]:
@@ -42,7 +42,7 @@ def _keeps_alike(problem: Problem, layout: Layout) -> bool:
     """Whether the way through ``layout`` keeps the same contributions, on the same ranks, as the way without it."""
     if not problem.dst.partial:
         return True
-    there, onwards = Problem(problem.shape, problem.src, layout), Problem(problem.shape, layout, problem.dst)
+    there, onwards = problem.between(problem.src, layout), problem.between(layout, problem.dst)
     pairs = (
         (problem.src_points, there.src_points),
         (there.dst_points, onwards.src_points),
@@ -62,7 +62,7 @@ def _divided(problem: Problem, layout: Layout, mesh_axis: int) -> Layout | None:
     for tensor_dim in range(len(problem.shape)):
         split = split_further(problem.shape, layout, tensor_dim, [mesh_axis])
         if split is not None:
-            onwards = Problem(problem.shape, split, problem.dst)
+            onwards = problem.between(split, problem.dst)
             stored, kept = onwards.num_stored, onwards.num_kept
             missing = max(needed - kept.get(rank, 0) for rank, (_, needed) in stored.items())
             score = -max(held for held, _ in stored.values()), -missing

@@ -31,7 +31,7 @@ def spread(problem: Problem) -> Layout | None:
 
 def _largest_and_missing(problem: Problem, layout: Layout) -> tuple[int, int]:
     """What the fullest rank holds of a layout, and what the neediest lacks of it in the source."""
-    towards = Problem(problem.shape, problem.src, layout)
+    towards = problem.between(problem.src, layout)
     needed, kept = towards.needed_sizes, towards.num_kept
     missing = max(needed[point] - kept.get(rank, 0) for rank, point in towards.dst_points.items())
     return max(needed.values()), missing

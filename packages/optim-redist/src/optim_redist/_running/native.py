@@ -52,7 +52,7 @@ class NativeReduction:
     Attributes:
         kind: which collective.
         op: the operation that combines; sum for averages.
-        scale: divisor of the result.
+        scale: divisor of the result, for averages and for sums that start by division.
         parts: the members' parts of the source, for reduce-scatter.
     """
 
@@ -74,7 +74,7 @@ class NativeReduction:
         if dtype.is_floating_point and not _is_faithful(ops, dtype):
             return None
         op = next(iter(ops - {"avg"}), "sum")
-        scale = prod(count for name, count in problem.reduced if name == "avg")
+        scale = prod(count for name, count in problem.reduced if name == "avg") * problem.divisor
         parts = Message(LOCAL)
         if problem.dst_replicas == len(everyone):
             return cls("all_reduce", op, scale, parts)
@@ -101,7 +101,7 @@ class NativeReduction:
         return team.reduce_scatter(target, packed, self.op), packed
 
     def finish(self, target: Tensor) -> None:
-        """Turn the sum into an average if that was asked for."""
+        """Divide the result, if it is to be."""
         if self.scale != 1:
             target.div_(self.scale)
 

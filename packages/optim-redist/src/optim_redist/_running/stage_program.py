@@ -56,6 +56,12 @@ class StageProgram:
         self.identity_op = None
         if problem.started and self.dst_shape is not None and rank not in problem.dst_points:
             self.identity_op = problem.started[0][1]
+        self.divisor = problem.divisor
+
+    @property
+    def starts(self) -> bool:
+        """Whether this rank's part of a pending reduction that starts here is not the value itself."""
+        return self.identity_op is not None or self.divisor != 1
 
     @property
     def keeps_all(self) -> bool:
@@ -65,7 +71,7 @@ class StageProgram:
     def only_view(self) -> tuple[slice, ...] | None:
         """The slices of the source that are the target, if one piece of the source is all of it."""
         pieces = [piece for phase in self.phases for piece in phase.stays_from.pieces]
-        if self.reduction is not None or self.identity_op is not None or len(pieces) != 1:
+        if self.reduction is not None or self.starts or len(pieces) != 1:
             return None
         if any(run.repeats > 1 and run.length > 1 for run in pieces[0]):
             return None
@@ -149,9 +155,12 @@ class StageProgram:
         self.reduction.combine(self.phases[k], arrived, src, dst)
 
     def end(self, k: int, dst: Tensor | None) -> None:
-        """After the last phase, fill the target with the identity if this rank starts a pending reduction with it."""
-        if k == len(self.phases) - 1 and dst is not None and self.identity_op is not None:
-            fill_identity(dst, self.identity_op)
+        """After the last phase, turn the target into this rank's part of a pending reduction that starts here."""
+        if k == len(self.phases) - 1 and dst is not None and self.starts:
+            if self.identity_op is not None:
+                fill_identity(dst, self.identity_op)
+            else:
+                dst.div_(self.divisor)
 
     # -- the same for buffers that several tensors share
 
