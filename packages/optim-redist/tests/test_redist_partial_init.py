@@ -32,6 +32,7 @@ from optim_redist import (
     simulate,
     verify,
 )
+from optim_redist.cli import main
 from optim_redist.problem import Problem
 from optim_redist.program import Program, compile
 from optim_utils.testing import run_ranks
@@ -220,6 +221,21 @@ def test_what_cannot_be_divided_is_refused() -> None:
         made = plan((8, 6), "float32", WHOLE, SUM, partial_init=init)
         with pytest.raises(UnsupportedError, match="without partial sums"):
             RepeatedExchange([made], torch.device("cpu"))
+
+
+def test_the_command_line_takes_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+    task = ["--shape", "8,6", "--mesh", "4", "--src", "S(0)", "--dst", "Partial(sum)", "--dtype", "float32", "--json"]
+    for init, made in (("owner", plan((8, 6), "float32", ROWS, SUM)), ("divide", _divided())):
+        assert main(["plan", *task, "--partial-init", init]) == 0
+        assert Plan.from_json(json.loads(capsys.readouterr().out)).hash == made.hash
+        assert main(["bound", *task, "--partial-init", init]) == 0
+        assert json.loads(capsys.readouterr().out)["send"] == made.bounds.send
+    assert main(["plan", *task[:-3], "--dtype", "int8", "--partial-init", "divide"]) == 2
+    assert "cannot start a pending sum of int8" in capsys.readouterr().err
+
+
+def _divided() -> Plan:
+    return plan((8, 6), "float32", ROWS, SUM, partial_init="divide")
 
 
 def _like_dtensor(rank: int, world: int) -> None:
