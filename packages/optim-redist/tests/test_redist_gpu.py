@@ -206,6 +206,47 @@ def test_many_tensors_and_graph_replay() -> None:
     run_ranks(_many_and_graph, WORLD, backend="nccl")
 
 
+def _many_under_a_limit(rank: int, world: int, donate: bool) -> None:
+    mesh = Mesh(world)
+    shape = (512 * world, 256 * world)
+    src, dst = Layout(mesh, [0, None]), Layout(mesh, [None, 0])
+    full = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    here, there = part_of(full, src, rank), part_of(full, dst, rank)
+    # the first call makes the group's communicator
+    redistribute_many([(here.cuda(), shape, src, dst)])
+    count, spare = 6, 2**18
+    limit = (count + 1 if donate else 2 * count) * here.nbytes + spare
+    before = torch.cuda.memory_allocated()
+    items = {f"w{k}": Item(here.cuda() + k, shape, src, dst) for k in range(count)}
+    torch.cuda.reset_peak_memory_stats()
+    found = redistribute_many(items, memory_limit=limit, donate=donate)
+    # torch's allocator gives out multiples of 512 bytes
+    assert torch.cuda.max_memory_allocated() - before <= limit + 512 * (2 * count + 2)
+    for name, part in found.items():
+        assert torch.equal(part.cpu(), there + int(name[1:]))
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
+def test_many_tensors_stay_below_a_limit(donate: bool) -> None:
+    run_ranks(_many_under_a_limit, WORLD, donate, backend="nccl")
+
+
+def _divided_sums(rank: int, world: int) -> None:
+    mesh = Mesh(world)
+    average, begun, whole = Layout(mesh, [None], {0: "avg"}), Layout(mesh, [None], {0: "sum"}), Layout(mesh, [None])
+    values = torch.arange(8.0 * world).view(world, 8)
+    for dtype in (torch.float32, torch.bfloat16):
+        # one library collective adds and divides twice; without one, copies
+        found = redistribute_local(values[rank].to("cuda", dtype), (8,), average, begun, partial_init="divide")
+        assert torch.allclose(found.cpu(), (values.mean(0) / world).to(dtype))
+        found = redistribute_local(values[0].to("cuda", dtype), (8,), whole, begun, partial_init="divide")
+        assert torch.equal(found.cpu(), values[0].to(dtype) / world)
+
+
+def test_sums_begin_as_equal_parts() -> None:
+    run_ranks(_divided_sums, WORLD, backend="nccl")
+
+
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_compiled_functions(backend: str) -> None:
     run_ranks(move_compiled, 2, "cuda", backend, backend="nccl")
