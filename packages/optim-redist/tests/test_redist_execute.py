@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from math import prod
@@ -41,7 +41,7 @@ from optim_redist import (
 from optim_redist._running import collectives
 from optim_redist._running.collectives import Team
 from optim_redist._running.native import NativeReduction
-from optim_redist._running.stage_program import stage_programs
+from optim_redist._running.stage_program import PhaseRun, stage_programs
 from optim_redist.execute import program_for
 from optim_redist.planning import clear_cache
 from optim_redist.problem import Problem
@@ -697,8 +697,19 @@ def test_a_handle_goes_on_in_the_stream_in_which_it_began(monkeypatch: pytest.Mo
     assert len(here.follows) == 1
 
 
-def _with_buffers_of_their_own(made: Plan, sources: dict[int, Any]) -> dict[int, Any]:
-    """Every rank's target, with a buffer for every message as over NCCL."""
+def _with_buffers_of_their_own(
+    made: Plan, sources: dict[int, Any], to_itself: bool = True, flat: bool = True
+) -> dict[int, Any]:
+    """Every rank's target, with a buffer for every message as over NCCL, or where it can be one for all of them."""
+
+    def sent_by(run: PhaseRun) -> Sequence[torch.Tensor]:
+        return run.pack_flat().split(list(run.bytes_sent.values())) if flat and run.is_flat else run.pack()
+
+    def room_of(run: PhaseRun) -> Sequence[torch.Tensor]:
+        if flat and run.is_flat:
+            return run.make_room_flat().split(list(run.bytes_received.values()))
+        return run.make_room()
+
     ranks = sorted({*made.src.mesh.ranks, *made.dst.mesh.ranks})
     programs = {rank: stage_programs(made, rank, separate=True) for rank in ranks}
     cpu = torch.device("cpu")
@@ -706,17 +717,22 @@ def _with_buffers_of_their_own(made: Plan, sources: dict[int, Any]) -> dict[int,
         stages = {rank: programs[rank][number] for rank in ranks}
         targets = {rank: stage.allocate(cpu) for rank, stage in stages.items()}
         for k in range(len(phases)):
-            buffers = {rank: stage.begin(k, sources.get(rank), targets[rank], cpu) for rank, stage in stages.items()}
-            wire = {
-                (rank, message.peer): sent.clone()
+            runs = {
+                rank: stage.begin(k, sources.get(rank), targets[rank], cpu, to_itself=to_itself)
                 for rank, stage in stages.items()
-                for message, sent in zip(stage.phases[k].sends, buffers[rank][0], strict=True)
             }
-            for rank, stage in stages.items():
-                for message, received in zip(stage.phases[k].receives, buffers[rank][1], strict=True):
-                    received.copy_(wire[message.peer, rank])
-                stage.local(k, sources.get(rank), targets[rank])
-                stage.finish(k, buffers[rank][2], sources.get(rank), targets[rank])
+            wire = {
+                (rank, peer): sent.clone()
+                for rank, run in runs.items()
+                for peer, sent in zip(run.to, sent_by(run), strict=True)
+            }
+            for rank, run in runs.items():
+                for peer, received in zip(run.from_, room_of(run), strict=True):
+                    received.copy_(wire.pop((peer, rank)))
+                run.local()
+            assert not wire
+            for run in runs.values():
+                run.finish()
         sources = targets
     return sources
 
@@ -728,8 +744,9 @@ def test_messages_with_buffers_of_their_own() -> None:
         full = _numbered(case.shape, [torch.uint8, torch.int16, torch.int32, torch.complex128][seed % 4])
         made = plan(case.shape, full.dtype, case.src, case.dst)
         sources = {rank: part_of(full, case.src, rank) for rank in case.src.mesh.ranks}
-        for rank, target in _with_buffers_of_their_own(made, sources).items():
-            assert torch.equal(target, part_of(full, case.dst, rank)), seed
+        for to_itself, flat in product((True, False), repeat=2):
+            for rank, target in _with_buffers_of_their_own(made, sources, to_itself, flat).items():
+                assert torch.equal(target, part_of(full, case.dst, rank)), (seed, to_itself, flat)
 
 
 def test_contributions_with_buffers_of_their_own() -> None:

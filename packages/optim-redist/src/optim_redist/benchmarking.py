@@ -24,7 +24,7 @@ from optim_redist._running import collectives
 from optim_redist.calibration import slowest_seconds
 from optim_redist.cost import CommModel
 from optim_redist.dtensor import mesh_from, to_placements
-from optim_redist.execute import program_for
+from optim_redist.execute import default_model, program_for
 from optim_redist.layout import Layout
 from optim_redist.parsing import parse_layout
 from optim_redist.planning import plan
@@ -123,7 +123,7 @@ def _measure_row(
 ) -> Row:
     grid = mesh_from(mesh)
     src, dst = (parse_layout(text, grid, num_dims=len(shape)) for text in (src_text, dst_text))
-    made = plan(shape, torch.bfloat16, src, dst, cost_model=cost_model)
+    made = plan(shape, torch.bfloat16, src, dst, cost_model=cost_model or default_model(None))
     local = _local_tensor(src, shape, device)
     theirs = DTensor.from_local(local, mesh, to_placements(src, shape), shape=torch.Size(shape), stride=(shape[1], 1))
     placements = to_placements(dst, shape)

@@ -8,6 +8,10 @@ repeats of the slowest rank's time. The model keeps these seconds with the bytes
     all_reduce                   2(n - 1)/n · S
     send_recv                    S
 
+A redistribution packs, takes the steps of a program on the host, and exchanges. So the model also has the rate of a
+strided copy, from the difference of two sizes, in which the launch cancels; and the time of a small redistribution
+above that of its exchange.
+
 With a mesh of several axes the groups along each proper subset of its axes are measured too and kept in the file.
 """
 
@@ -19,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import chain, combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +37,9 @@ from optim_redist._progress import progress
 from optim_redist._running import collectives
 from optim_redist.cost import CommModel, Topology, interpolate, latency_and_bandwidth, monotone
 from optim_redist.errors import UnsupportedError
+from optim_redist.layout import Layout, Mesh
+from optim_redist.planning import plan
+from optim_redist.program import compile
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -87,6 +95,7 @@ def calibrate(
         dist.destroy_process_group(members)
     pack = _pack_rate(whole, device, share)
     model = _model(measured["all"], dist.get_world_size(whole), dist.get_backend(whole), pack)
+    model = replace(model, call_seconds=_call_seconds(model, whole, device, share))
     if out is not None and first:
         Path(out).write_text(json.dumps(_as_file(model, measured, whole, device), indent=1) + "\n")
     return model
@@ -113,16 +122,14 @@ def _all_to_all(size: int, members: ProcessGroup, device: torch.device) -> tuple
 
 def _all_gather(size: int, members: ProcessGroup, device: torch.device) -> tuple[float, _Call]:
     n, gathered = dist.get_world_size(members), _buffer(size, members, device)
-    parts = list(gathered.chunk(n))
-    own = parts[dist.get_rank(members)].clone()
-    return gathered.nbytes * (n - 1) / n, lambda: dist.all_gather(parts, own, group=members)
+    own = gathered.chunk(n)[dist.get_rank(members)].clone()
+    return gathered.nbytes * (n - 1) / n, lambda: collectives.all_gather(gathered, own, members)
 
 
 def _reduce_scatter(size: int, members: ProcessGroup, device: torch.device) -> tuple[float, _Call]:
     n, full = dist.get_world_size(members), _buffer(size, members, device)
-    parts = list(full.chunk(n))
-    own = torch.empty_like(parts[0])
-    return full.nbytes * (n - 1) / n, lambda: dist.reduce_scatter(own, parts, group=members)
+    own = torch.empty_like(full.chunk(n)[0])
+    return full.nbytes * (n - 1) / n, lambda: collectives.reduce_scatter(own, full, "sum", members)
 
 
 def _all_reduce(size: int, members: ProcessGroup, device: torch.device) -> tuple[float, _Call]:
@@ -158,10 +165,26 @@ _OPS: dict[str, Callable[[int, ProcessGroup, torch.device], tuple[float, _Call]]
 
 def _pack_rate(whole: ProcessGroup, device: torch.device, seconds: float) -> float:
     """Bytes read plus written per second by a copy that packs a row-major matrix as blocks of columns."""
-    rows = torch.zeros(2048, 2048, dtype=torch.bfloat16, device=device)
-    packed = torch.empty(4, 2048, 512, dtype=torch.bfloat16, device=device)
-    call = lambda: packed.copy_(rows.view(2048, 4, 512).transpose(0, 1))  # noqa: E731
-    return 2 * rows.nbytes / _slowest_median(call, whole, device, seconds)
+    spent, moved = [], []
+    # on a GPU the larger one takes far longer than its launch, and neither fits into the cache
+    for rows in (4096, 16384) if device.type == "cuda" else (512, 2048):
+        source = torch.zeros(rows, 4096, dtype=torch.bfloat16, device=device)
+        packed = torch.empty(4, rows, 1024, dtype=torch.bfloat16, device=device)
+        # 16 bytes at a time, as programs copy
+        wide, blocks = packed.view(torch.complex128), source.view(torch.complex128).view(rows, 4, 128).transpose(0, 1)
+        spent.append(_slowest_median(partial(wide.copy_, blocks), whole, device, seconds / 2))
+        moved.append(2 * source.nbytes)
+    return (moved[1] - moved[0]) / max(spent[1] - spent[0], 1e-3 * spent[1])
+
+
+def _call_seconds(model: CommModel, whole: ProcessGroup, device: torch.device, seconds: float) -> float:
+    """What a program takes beside its exchange: its steps on the host, and the launch of a copy."""
+    ranks = dist.get_process_group_ranks(whole)
+    mesh, size = Mesh(len(ranks), ranks=ranks), 64 * len(ranks)
+    made = plan((size, size), torch.bfloat16, Layout(mesh, [0, None]), Layout(mesh, [None, 0]), planners=("direct",))
+    program, source = compile(made, whole), torch.zeros(64, size, dtype=torch.bfloat16, device=device)
+    spent = _slowest_median(lambda: program(source), whole, device, seconds)
+    return max(0.0, spent - model.seconds("all_to_all", made.steps[0].bytes))
 
 
 def slowest_seconds(call: _Call, group: ProcessGroup, device: torch.device) -> float:
@@ -234,6 +257,7 @@ def _model(
         curves=rising,
         pack_bandwidth=pack_bandwidth,
         call_seconds=0.0,
+        has_library=backend != "gloo",
     )
 
 

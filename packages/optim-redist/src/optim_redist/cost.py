@@ -17,7 +17,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 from math import exp, log
 from numbers import Real
 from pathlib import Path
@@ -33,6 +33,8 @@ _FORMAT = "optim-redist.model/1"
 # assumed of a machine that has not been measured: the links of an H200 and one 400 Gb/s port a rank
 _RANK_BANDWIDTH, _PORT_BANDWIDTH = 300e9, 50e9  # bytes per second
 _LATENCY, _NODE_LATENCY = 20e-6, 30e-6  # seconds
+# what a program takes beside its exchange on the hosts of H200s: 140 µs measured on slow ones
+_NCCL_CALL = 100e-6  # seconds
 
 
 def _check_rates(what: str, bandwidth: Any, seconds: Any) -> None:
@@ -194,7 +196,8 @@ class CommModel:
         curves: keyed by collective: (bytes the busiest rank receives, seconds), ascending. A collective without a curve
             takes the topology's latency and bandwidth.
         pack_bandwidth: bytes read plus written per second by a local copy.
-        call_seconds: host time of one call.
+        call_seconds: host time of one exchange, beyond what the curves have measured.
+        has_library: whether a library's collectives do the steps that they can do, as programs on NCCL let them.
     """
 
     name: str
@@ -202,6 +205,7 @@ class CommModel:
     curves: Mapping[str, Curve] = field(default_factory=dict)
     pack_bandwidth: float = 3e12
     call_seconds: float = 10e-6
+    has_library: bool = False
 
     def __post_init__(self) -> None:
         _check_rates("a cost model", self.pack_bandwidth, self.call_seconds)
@@ -226,11 +230,15 @@ class CommModel:
             return self.call_seconds + self.topology.latency + num_bytes / self.topology.rank_bandwidth
         return self.call_seconds + interpolate(curve, num_bytes)
 
+    def least_seconds(self, num_bytes: float) -> float:
+        """Time of the quickest collective in which the busiest rank receives (or sends) ``num_bytes``."""
+        return min(self.seconds(op, num_bytes) for op in (self.curves if self.has_library else ()) or ("all_to_all",))
+
     @lazy
     def _measured(self) -> tuple[float, float] | None:
         """The latency and bandwidth of a rank by the curve of exchanges, if there is one."""
         curve = self.curves.get("all_to_all")
-        return latency_and_bandwidth(curve) if curve else None
+        return latency_and_bandwidth(curve, self.curves.values()) if curve else None
 
     def in_groups_of(self, topology: Topology) -> CommModel:
         """The model with the groups of another topology; inside them, ranks stay as fast as the curve has measured."""
@@ -241,9 +249,10 @@ class CommModel:
 
     @lazy
     def consistent(self) -> CommModel:
-        """The model itself, or with a topology that predicts no exchange to be slower than the curve does."""
-        curve, topology = self.curves.get("all_to_all", ()), self.topology
-        below = all(topology.latency + b / topology.rank_bandwidth <= seconds for b, seconds in curve)
+        """The model itself, or with a topology that predicts nothing to be slower than the curves do."""
+        topology = self.topology
+        points = chain.from_iterable(self.curves.values())
+        below = all(topology.latency + b / topology.rank_bandwidth <= seconds for b, seconds in points)
         return self if below else self.in_groups_of(topology)
 
     def border_seconds(self, level: str, num_bytes: float) -> float:
@@ -263,6 +272,7 @@ class CommModel:
             "curves": {op: [list(point) for point in curve] for op, curve in sorted(self.curves.items())},
             "pack_bandwidth": self.pack_bandwidth,
             "call_seconds": self.call_seconds,
+            "has_library": self.has_library,
         }
 
     @classmethod
@@ -271,7 +281,9 @@ class CommModel:
             raise RedistError(f"expected a cost model of format {_FORMAT}, got {data.get('format')}")
         curves = {op: tuple((b, s) for b, s in curve) for op, curve in data["curves"].items()}
         topology = Topology.from_json(data["topology"])
-        return cls(data["name"], topology, curves, data["pack_bandwidth"], data["call_seconds"])
+        # older files know no libraries
+        has_library = data.get("has_library", False)
+        return cls(data["name"], topology, curves, data["pack_bandwidth"], data["call_seconds"], has_library)
 
     def save(self, path: str | Path) -> None:
         """Write the model as JSON, without the details of the measurement that ``calibrate`` adds to its file."""
@@ -285,7 +297,10 @@ class CommModel:
 
     @classmethod
     def preset(cls, name: str) -> CommModel:
-        """A machine known here: "h200x4", "h200x8", "nodes-400g" or "flat"."""
+        """A machine known here: "h200x4", "h200x8", "nodes-400g", "nccl" or "flat".
+
+        "flat" supposes GPUs with fast links; "nccl" also that NCCL's collectives do what they can do.
+        """
         if name not in _PRESETS:
             raise RedistError(f"presets are {sorted(_PRESETS)}, got {name!r}")
         return _PRESETS[name]
@@ -312,22 +327,24 @@ def monotone(points: Iterable[tuple[float, float]]) -> Curve:
     return tuple(found)
 
 
-def latency_and_bandwidth(curve: Curve) -> tuple[float, float]:
-    """Seconds α, bytes per second β of the line α + b/β below a curve that is nearest to it, in shares of its times.
+def latency_and_bandwidth(curve: Curve, curves: Iterable[Curve] = ()) -> tuple[float, float]:
+    """Seconds α, bytes per second β of the line α + b/β below all ``curves`` that is nearest to ``curve``, in shares of
+    its times.
 
     A line below all measured points is below ``interpolate`` everywhere: between two points the interpolation is
     straight in log-log coordinates, and there the line is convex. So no predicted time is below a bound by α and β.
     """
+    points = [*curve, *chain.from_iterable(curves)]
     # the best line below all points goes through two of them, or through one and the origin
-    lines = [(0.0, min(seconds / num_bytes for num_bytes, seconds in curve))]
-    for (b0, s0), (b1, s1) in combinations(curve, 2):
+    lines = [(0.0, min(seconds / num_bytes for num_bytes, seconds in points))]
+    for (b0, s0), (b1, s1) in combinations(sorted(points), 2):
         if b0 < b1 and s0 < s1:
             slope = (s1 - s0) / (b1 - b0)
             lines.append((s0 - slope * b0, slope))
     under = [
         (alpha, slope)
         for alpha, slope in lines
-        if alpha >= 0 and all(alpha + slope * num_bytes <= seconds * (1 + 1e-12) for num_bytes, seconds in curve)
+        if alpha >= 0 and all(alpha + slope * num_bytes <= seconds * (1 + 1e-12) for num_bytes, seconds in points)
     ]
     alpha, slope = max(under, key=lambda line: sum((line[0] + line[1] * b) / s for b, s in curve))
     # a margin, so that rounding puts no line above the curve
@@ -360,13 +377,14 @@ def _h200(num_ranks: int) -> CommModel:
         "reduce_scatter": _bus(num_ranks, [12, 105, 244, 291, 317]),
         "all_reduce": _bus(num_ranks, [20, 133, 295, 335, 352], twice=True),
     }
-    latency, bandwidth = latency_and_bandwidth(curves["all_to_all"])
+    latency, bandwidth = latency_and_bandwidth(curves["all_to_all"], curves.values())
     topology = Topology.flat(num_ranks, bandwidth=bandwidth, latency=latency)
-    return CommModel(f"h200x{num_ranks}", topology, curves, 4.13e12)
+    return CommModel(f"h200x{num_ranks}", topology, curves, 4.13e12, _NCCL_CALL, has_library=True)
 
 
 _PRESETS = {
     "flat": CommModel("flat", Topology.flat()),
+    "nccl": CommModel("nccl", Topology.flat(), call_seconds=_NCCL_CALL, has_library=True),
     "h200x4": _h200(4),
     # not measured yet: the bus rates of four GPUs, which the same switch should give to eight
     "h200x8": _h200(8),

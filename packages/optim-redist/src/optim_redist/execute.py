@@ -135,7 +135,8 @@ def redistribute_local(
         device: where a rank without ``tensor`` and ``out`` exchanges and gets its part; by default the CUDA device of a
             group that has NCCL, else the CPU.
         async_op: return a ``Handle`` whose ``wait()`` gives the result; do not write to ``tensor`` before that.
-        cost_model, topology, memory_limit, partial_init: as for ``plan``.
+        cost_model, topology, memory_limit, partial_init: as for ``plan``, but the model is by default the preset
+            "nccl" where the group has NCCL.
         donate: ``tensor`` may be given up: its memory is freed once it has been read, before later steps allocate
             theirs. It must span all of its storage, and torch must be able to free that. Unless ``tensor`` is the
             result, it keeps its shape but its storage is empty afterwards: reading it crashes the process.
@@ -172,6 +173,8 @@ def redistribute_local(
         dtype = tensor.dtype
     if dtype is None:
         raise LayoutError("a rank without a part of the source says which dtype it will get: pass dtype=")
+    if cost_model is None:
+        cost_model = default_model(group)
     if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
         _refuse_unfollowed(tensor, out=out is not None, async_op=async_op, donate=donate)
         check_linear(src, dst)
@@ -204,6 +207,11 @@ def redistribute_local(
         partial_init=partial_init,
     )
     return program_for(made, group)(tensor, out, async_op=async_op, copy=copy, device=device)
+
+
+def default_model(group: ProcessGroup | None) -> CommModel:
+    """The cost model of a group that nobody has measured."""
+    return CommModel.preset("nccl" if collectives.uses_nccl(group) else "flat")
 
 
 def _refuse_unfollowed(tensor: Tensor, **given: bool) -> None:
@@ -263,16 +271,16 @@ def _simulate_phase(
     targets: Mapping[int, Tensor | None],
     device: torch.device,
 ) -> None:
-    buffers = {rank: stage.begin(k, tensors[rank], targets[rank], device) for rank, stage in stages.items()}
+    runs = {rank: stage.begin(k, tensors[rank], targets[rank], device) for rank, stage in stages.items()}
     wire = {
         (rank, message.peer): slot.clone()
-        for rank, stage in stages.items()
-        for message, slot in slots(stage.phases[k].sends, buffers[rank][0][0])
+        for rank, run in runs.items()
+        for message, slot in slots(stages[rank].phases[k].sends, run.pack()[0])
     }
-    for rank, stage in stages.items():
-        for message, slot in slots(stage.phases[k].receives, buffers[rank][1][0]):
+    for rank, run in runs.items():
+        for message, slot in slots(stages[rank].phases[k].receives, run.make_room()[0]):
             slot.copy_(wire.pop((message.peer, rank)))
-        stage.local(k, tensors[rank], targets[rank])
+        run.local()
     assert not wire, "every message has a receiver"
-    for rank, stage in stages.items():
-        stage.finish(k, buffers[rank][2], tensors[rank], targets[rank])
+    for run in runs.values():
+        run.finish()

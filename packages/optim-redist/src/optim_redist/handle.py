@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -54,25 +54,16 @@ class Handle(Generic[Result]):
 
     def _finish(self, steps: Generator[Waitable | None, None, Result]) -> None:
         work, self._work = self._work, None
-        while True:
-            try:
-                try:
-                    if work is not None:
-                        work.wait()
-                except BaseException as error:
-                    # the generator adds a note that says which step failed
-                    steps.throw(error)
-                # the work holds the buffers of its round
-                del work
-                work = next(steps)
-            except StopIteration as stop:
-                self._result = stop.value
-                break
-            except BaseException as error:
-                self._error = error
-                raise
+        try:
+            self._result = _go_on(steps, work)
+        except BaseException as error:
+            self._error = error
+            raise
 
-    def _as_begun(self) -> ExitStack:
+    def _as_begun(self) -> AbstractContextManager[object]:
+        same_mode = torch.is_inference_mode_enabled() == self._is_inference
+        if same_mode and self._stream is None:
+            return nullcontext()
         contexts = ExitStack()
         if torch.is_inference_mode_enabled() != self._is_inference:
             contexts.enter_context(torch.inference_mode(self._is_inference))
@@ -88,6 +79,29 @@ class Handle(Generic[Result]):
                 # even if the warning is raised as an error: other ranks wait for the later rounds
                 with suppress(RuntimeError):
                     self.wait()
+
+
+def completed(steps: Generator[Waitable | None, None, Result]) -> Result:
+    """The result of a redistribution that is run to its end at once."""
+    return _go_on(steps, None)
+
+
+def _go_on(steps: Generator[Waitable | None, None, Result], work: Waitable | None) -> Result:
+    """Wait for the work that the steps have started, and for all that they start after it."""
+    while True:
+        try:
+            try:
+                if work is not None:
+                    work.wait()
+            except BaseException as error:
+                # the generator adds a note that says which step failed
+                steps.throw(error)
+            # the work holds the buffers of its round
+            del work
+            work = next(steps)
+        except StopIteration as stop:
+            result: Result = stop.value
+            return result
 
 
 def _hand_over(result: Any, stream: torch.cuda.Stream) -> None:

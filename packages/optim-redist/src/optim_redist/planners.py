@@ -103,7 +103,7 @@ def _least_of_one_hop(request: Request, limits: Bounds) -> float:
     for cut in limits.cuts:
         if cut.bandwidth:
             crossing[cut.level] = max(crossing.get(cut.level, 0), cut.inbound, cut.outbound)
-    return _least(request, limits.lb, max(limits.recv + limits.send, limits.lb), crossing)
+    return _least(request, limits.lb, crossing)
 
 
 def _least_of_nearest(request: Request, limits: Bounds) -> float:
@@ -113,7 +113,7 @@ def _least_of_nearest(request: Request, limits: Bounds) -> float:
         level: max(max(group.direct_inbound, 0 if spread else group.direct_outbound) for group in groups)
         for level, groups in request.groups.levels.items()
     }
-    return _least(request, limits.single_hop, limits.direct_recv + limits.direct_send, crossing)
+    return _least(request, limits.single_hop, crossing)
 
 
 def _least_of_gathering(request: Request, limits: Bounds) -> float:
@@ -127,21 +127,21 @@ def _least_of_gathering(request: Request, limits: Bounds) -> float:
         level: max(len(group.ranks) * (total - group.held) for group in groups)
         for level, groups in request.groups.levels.items()
     }
-    return _least(request, max(gathered, sent), gathered + sent, crossing)
+    return _least(request, max(gathered, sent), crossing)
 
 
-def _least(request: Request, moved: int, copied: int, crossing: Mapping[str, int]) -> float:
-    """Least seconds to move and copy these elements on the busiest rank and, by level, to cross the busiest border."""
+def _least(request: Request, moved: int, crossing: Mapping[str, int]) -> float:
+    """Least seconds to move these elements in place on the busiest rank and, by level, across the busiest border."""
     model, width = request.model, request.itemsize
-    seconds = model.seconds("all_to_all", moved * width)
+    seconds = model.least_seconds(moved * width)
     for level, amount in crossing.items():
         if amount:
             seconds = max(seconds, model.call_seconds + model.border_seconds(level, amount * width))
-    return seconds + model.pack_seconds(copied * width)
+    return seconds
 
 
 def _least_of_two_hops(request: Request, limits: Bounds) -> float:
-    return _least_of_one_hop(request, limits) + request.model.seconds("all_to_all", 0)
+    return _least_of_one_hop(request, limits) + request.model.least_seconds(0)
 
 
 def _least_of_sharing(request: Request, limits: Bounds) -> float:
@@ -221,7 +221,8 @@ def _packed(request: Request, limits: Bounds) -> Candidate:
     (exchange,) = exchanges_of(problem, "packed", model.topology)
     moved = exchange.volumes
     peak = packed_peak(problem, moved) * width
-    step = step_of(request, "packed exchange", limits.direct_recv, limits.direct_send, peak, moved.borders)
+    recv, send = limits.direct_recv, limits.direct_send
+    step = step_of(request, "packed exchange", recv, send, peak, moved.borders, copied=recv + send)
     # what stays on a rank is copied twice: into a buffer and out of it
     kept = 2 * model.pack_seconds(max(problem.num_kept.values(), default=0) * width)
     step = step._replace(seconds=step.seconds + kept)

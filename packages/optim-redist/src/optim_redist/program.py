@@ -8,7 +8,6 @@ plan's first run checks that all ranks have the same plan.
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
@@ -20,13 +19,13 @@ from optim_redist._methods.packed import packed_peak
 from optim_redist._running import collectives
 from optim_redist._running.collectives import Team, Waitable
 from optim_redist._running.donated import give_up, refuse_undonatable
-from optim_redist._running.native import NativeReduction
+from optim_redist._running.native import NativeGather, NativeReduction
 from optim_redist._running.rank_program import RankPhase
-from optim_redist._running.stage_program import StageProgram, stage_programs
+from optim_redist._running.stage_program import PhaseRun, StageProgram, stage_programs
 from optim_redist._running.uncompiled import uncompiled
 from optim_redist._running.views import arrived, extent, refuse_dtensor, refuse_unwritable, resolved
 from optim_redist.errors import LayoutError, UnsupportedError, noting
-from optim_redist.handle import Handle, done
+from optim_redist.handle import Handle, completed, done
 from optim_redist.problem import Problem
 
 if TYPE_CHECKING:
@@ -43,9 +42,11 @@ class Program:
         self.dtype = getattr(torch, plan.dtype)
         # one buffer per message where the backend takes lists of them, else one for all messages
         self._separate = team is not None and team.takes_lists
+        # NCCL also copies within a rank
+        self._to_itself = team is not None and team.is_nccl and team.is_whole
         self.stages = stage_programs(plan, rank, separate=self._separate)
         self._native = [
-            self._native_reduction(problem) if stage.rounds == 1 else None
+            self._native_of(problem, stage.method) if stage.rounds == 1 else None
             for stage, problem in zip(plan.stages, plan.problems, strict=True)
         ]
         self._compared = not plan.communicates
@@ -54,10 +55,13 @@ class Program:
         self._kept = None if plan.communicates or len(self.stages) > 1 else self.stages[0].only_view()
         self._keeps_all = self._kept is not None and self.stages[0].keeps_all
 
-    def _native_reduction(self, problem: Problem) -> NativeReduction | None:
-        if self.team is None or self.plan.deterministic or problem.num_contributions == 1:
+    def _native_of(self, problem: Problem, method: str) -> NativeReduction | NativeGather | None:
+        """The library's collective that does a stage, if there is one."""
+        if self.team is None or not self.plan.communicates:
             return None
-        return NativeReduction.of(problem, self.team, self.dtype, self.rank)
+        if problem.num_contributions == 1:
+            return NativeGather.of(problem, self.team) if method == "direct" else None
+        return None if self.plan.deterministic else NativeReduction.of(problem, self.team, self.dtype, self.rank)
 
     @property
     def graph_safe(self) -> bool:
@@ -132,11 +136,11 @@ class Program:
         device = given.device if given is not None else device or collectives.device_of(self.team)
         self._compare()
         if async_op:
-            return Handle(self._run(x, out, device), device)
-        return Handle(self._run(x, out, device)).wait()
+            return Handle(self._run(x, out, device, True), device)
+        return completed(self._run(x, out, device, False))
 
     def _run(
-        self, x: Tensor | None, out: Tensor | None, device: torch.device
+        self, x: Tensor | None, out: Tensor | None, device: torch.device, async_op: bool
     ) -> Generator[Waitable | None, None, Tensor | None]:
         """Yields once for every exchange it has started; the caller waits and resumes. Returns the target."""
         given = x if self.plan.donate else None
@@ -145,33 +149,42 @@ class Program:
             # the resolved copy takes the place of the donated source, which is not read again
             give_up(given)
             given = x
-        for number, stage in enumerate(self.stages):
-            last = number == len(self.stages) - 1
-            room = out.detach() if last and out is not None else None
-            if self.plan.stages[number].method == "packed":
-                with self._in_step(stage.phases[0]):
+        to_itself = self._to_itself and device.type != "cpu"
+        name = ""
+        try:
+            for number, stage in enumerate(self.stages):
+                last = number == len(self.stages) - 1
+                room = out.detach() if last and out is not None else None
+                name = stage.phases[0].name if stage.phases else ""
+                if self.plan.stages[number].method == "packed":
                     x = yield from self._run_packed(stage, x, room, device)
-                continue
-            target = stage.allocate(device) if room is None else room
-            # library collectives are NCCL's, but a group with NCCL may also be given CPU tensors
-            native = self._native[number] if device.type != "cpu" else None
-            if native is not None:
-                with self._in_step(stage.phases[0]):
+                    continue
+                target = stage.allocate(device) if room is None else room
+                # library collectives are NCCL's, but a group with NCCL may also be given CPU tensors
+                native = self._native[number] if device.type != "cpu" else None
+                if native is not None:
                     yield from self._run_native(native, x, target)
+                    x = target
+                    give_up(given)
+                    continue
+                for k, phase in enumerate(stage.phases):
+                    name = phase.name
+                    run = stage.begin(k, x, target, device, to_itself=to_itself)
+                    work = None
+                    if self.plan.communicates:
+                        # nothing else has to be done meanwhile: NCCL then runs on the current stream
+                        work = self._exchange(phase, run, device, async_op=async_op or run.stays)
+                    run.local()
+                    yield work
+                    run.finish()
+                    # free its buffers before the next round allocates its own
+                    del run, work
                 x = target
                 give_up(given)
-                continue
-            for k, phase in enumerate(stage.phases):
-                with self._in_step(phase):
-                    sends, receives, receive_buffer = stage.begin(k, x, target, device)
-                    work = self._exchange(phase, sends, receives, device) if self.plan.communicates else None
-                    stage.local(k, x, target)
-                    yield work
-                    stage.finish(k, receive_buffer, x, target)
-                    # free these buffers before the next round allocates its own
-                    del sends, receives, receive_buffer, work
-            x = target
-            give_up(given)
+        except RuntimeError as error:
+            # torch and its backends know nothing of plans
+            error.add_note(self._where(f"in step {name!r}"))
+            raise
         return x if out is None else out
 
     def _run_packed(
@@ -181,18 +194,18 @@ class Program:
         sends, kept = stage.pack_all(x, device)
         give_up(x)
         target = stage.allocate(device) if out is None else out
-        receives, receive_buffer = stage.receive_buffers(0, x, target, device)
-        work = self._exchange(stage.phases[0], sends, receives, device)
+        run = stage.begin(0, x, target, device)
+        work = self._exchange_buffers(stage.phases[0], run.to, sends, run.from_, run.make_room(), device, True)
         stage.unpack_kept(kept, target)
         yield work
-        stage.finish(0, receive_buffer, x, target)
+        run.finish()
         return target
 
     def _run_native(
-        self, native: NativeReduction, x: Tensor | None, target: Tensor | None
+        self, native: NativeReduction | NativeGather, x: Tensor | None, target: Tensor | None
     ) -> Generator[Waitable | None, None, None]:
-        assert self.team is not None, "native reductions have a team"
-        assert x is not None, "every rank contributes"
+        assert self.team is not None, "library collectives have a team"
+        assert x is not None, "every rank holds a part"
         assert target is not None, "every rank has a part of the result"
         dense = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
         work, buffer = native.start(x, dense, self.team)
@@ -203,22 +216,32 @@ class Program:
         # the collective used the buffer until now
         del buffer
 
-    def _exchange(
-        self, phase: RankPhase, sends: list[Tensor], receives: list[Tensor], device: torch.device
+    def _exchange(self, phase: RankPhase, run: PhaseRun, device: torch.device, *, async_op: bool) -> Waitable | None:
+        assert self.team is not None, "plans that communicate have a team"
+        if self._separate and run.is_flat and device.type != "cpu" and self.team.mixes_exchanges:
+            sizes = run.bytes_received, run.bytes_sent
+            return self.team.exchange(run.make_room_flat(), run.pack_flat(), *sizes, async_op=async_op)
+        return self._exchange_buffers(phase, run.to, run.pack(), run.from_, run.make_room(), device, async_op)
+
+    def _exchange_buffers(
+        self,
+        phase: RankPhase,
+        to: list[int],
+        sends: list[Tensor],
+        from_: list[int],
+        receives: list[Tensor],
+        device: torch.device,
+        async_op: bool,
     ) -> Waitable | None:
         assert self.team is not None, "plans that communicate have a team"
         if self._separate:
-            outgoing = {message.peer: buffer for message, buffer in zip(phase.sends, sends)}
-            incoming = {message.peer: buffer for message, buffer in zip(phase.receives, receives)}
-            return self.team.exchange_lists(incoming, outgoing, device, async_op=True)
+            incoming, outgoing = dict(zip(from_, receives)), dict(zip(to, sends))
+            return self.team.exchange_lists(incoming, outgoing, device, async_op=async_op)
         sizes = [
             {message.peer: message.num_elements * self.plan.itemsize for message in messages}
             for messages in (phase.receives, phase.sends)
         ]
-        return self.team.exchange(receives[0].view(torch.uint8), sends[0].view(torch.uint8), *sizes, async_op=True)
-
-    def _in_step(self, phase: RankPhase) -> AbstractContextManager[None]:
-        return noting(self._where, f"in step {phase.name!r}")
+        return self.team.exchange(receives[0].view(torch.uint8), sends[0].view(torch.uint8), *sizes, async_op=async_op)
 
     def _where(self, what: str) -> str:
         return f"{what} of plan {self.plan.hash[:12]} on rank {self.rank}"

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from optim_redist._running.collectives import Waitable
+from optim_redist._running.copies import Copy, Together
 from optim_redist._running.many_program import ManyProgram, slot_of
-from optim_redist._running.views import Copy, Together, extent, refuse_dtensor, refuse_unwritable
+from optim_redist._running.views import extent, refuse_dtensor, refuse_unwritable
 from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.plans import Plan
 

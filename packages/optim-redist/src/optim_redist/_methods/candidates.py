@@ -1,7 +1,8 @@
 """Candidates, plans before the choice: the phases of a method or of a way through layouts, with time and memory.
 
 The time of a step is what its busiest rank or its busiest border needs, whichever is longer, plus packing and
-unpacking. Each rank holds source, target, the buffers of one round, and what it keeps aside meanwhile.
+unpacking what is not exchanged in place; or that of a library's collective, where one does the step. Each rank holds
+source, target, the buffers of one round, and what it keeps aside meanwhile.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from optim_redist._methods.direct import direct_phases
 from optim_redist._methods.exchanges import DirectExchange, Exchange, moved_in_order, relayed
 from optim_redist._methods.forward import forward_phases
 from optim_redist._methods.hierarchical import hierarchical_phases
+from optim_redist._methods.in_place import arrives_in_place, leaves_in_place
+from optim_redist._methods.library import bytes_received, library_collective
 from optim_redist._methods.node_volumes import node_volumes
 from optim_redist._methods.own import is_in_order
 from optim_redist._methods.relay import relay_phases
@@ -77,10 +80,39 @@ def one_exchange(
     peak = held * width + partial_bytes(request)
     if request.memory_limit is not None and peak > request.memory_limit:
         return from_phases(method, request, op=op)
-    combined = limits.direct_recv if problem.num_contributions > 1 else 0
-    step = step_of(request, op, limits.direct_recv, send, peak, borders, combined=combined)
+    step = _library_step(request, op, limits, peak) if method == "direct" else None
+    if step is None:
+        combined = limits.direct_recv if problem.num_contributions > 1 else 0
+        copied = copied_elements(problem, limits.direct_recv, send)
+        step = step_of(request, op, limits.direct_recv, send, peak, borders, copied=copied, combined=combined)
     stage = Stage(op, method, problem.src, problem.dst)
     return Candidate(method, (stage,), (step,), max(limits.direct_recv, send))
+
+
+def copied_elements(problem: Problem, recv: int, send: int) -> int:
+    """What the busiest rank packs and unpacks in one exchange straight from holders, or copies if nothing moves."""
+    if not recv and not send:
+        return max(problem.num_kept.values(), default=0)
+    # contributions are combined where they have arrived
+    unpacked = problem.num_contributions == 1 and not arrives_in_place(problem)
+    return recv * unpacked + send * (not leaves_in_place(problem))
+
+
+def _library_step(request: Request, op: str, limits: Bounds, peak: int) -> Step | None:
+    """The step of a library's collective, if one does it all; volumes are those of the exchange it stands for."""
+    problem, width, model = request.problem, request.itemsize, request.model
+    if not model.has_library or request.has_borders or not limits.direct_recv:
+        return None
+    name = library_collective(problem)
+    reduces = problem.num_contributions > 1
+    # the library's minima and maxima of floats ignore NaN
+    if name is None or (reduces and (request.deterministic or {op for op, _ in problem.reduced} & {"min", "max"})):
+        return None
+    copied = 0 if name == "all_gather" or (name == "reduce_scatter" and leaves_in_place(problem)) else limits.live_src
+    seconds = model.seconds(name, bytes_received(name, problem, width)) + model.pack_seconds(copied * width)
+    moved = limits.single_hop * width
+    ranks, layout = problem.ranks, str(problem.dst)
+    return Step(op, ranks, layout, limits.direct_recv, limits.direct_send, moved, seconds, peak)
 
 
 def from_layouts(planner: str, request: Request, layouts: Sequence[tuple[str, Layout]]) -> Candidate:
@@ -139,9 +171,20 @@ def from_phases(method: str, request: Request, *, op: str | None = None) -> Cand
             peak = _peak_bytes(request, moved.sent, moved.received)
         else:
             peak = _peak_bytes(request, exchanges[number].fullest_round(rounds), {}, rounds)
-        combined = recv if moved.reduces else 0
+        # contributions are combined where they have arrived
+        combined, copied = (recv, send) if moved.reduces else (0, send + recv)
         steps.append(
-            step_of(request, op or moved.name, recv, send, peak, moved.borders, rounds=rounds, combined=combined)
+            step_of(
+                request,
+                op or moved.name,
+                recv,
+                send,
+                peak,
+                moved.borders,
+                rounds=rounds,
+                copied=copied,
+                combined=combined,
+            )
         )
     stage = Stage(op or method, method, problem.src, problem.dst, rounds)
     sent, received = added_up(moved.sent for moved in found), added_up(moved.received for moved in found)
@@ -229,14 +272,16 @@ def step_of(
     borders: Mapping[str, int] | None = None,
     *,
     rounds: int = 1,
+    copied: int,
     combined: int = 0,
 ) -> Step:
     """The step of one exchange, with the time of its busiest rank and borders, and of packing and unpacking."""
     model, width, problem = request.model, request.itemsize, request.problem
     moved = max(recv, send) * width
-    seconds = rounds * model.seconds("all_to_all", moved / rounds) if moved else 0.0
+    # where nothing moves, the host still copies
+    seconds = rounds * model.seconds("all_to_all", moved / rounds) if moved else model.call_seconds
     for level, crossing in (borders or {}).items():
         seconds = max(seconds, model.call_seconds + model.border_seconds(level, crossing * width))
     # combining reads a contribution, and reads and writes an fp32 partial result: width + 8 bytes
-    seconds += model.pack_seconds((send + recv) * width + combined * (width + 8) / 2)
+    seconds += model.pack_seconds(copied * width + combined * (width + 8) / 2)
     return Step(op, problem.ranks, str(problem.dst), recv, send, moved, seconds, peak, rounds)

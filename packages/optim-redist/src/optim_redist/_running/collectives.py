@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from optim_redist.errors import PlanMismatchError, UnsupportedError
 # keeps this package's messages on the world's group apart from those of other code
 _TAG = 0x0ED15
 _groups: dict[tuple[int, ...], tuple[object, ProcessGroup]] = {}
+_nothing: dict[torch.device, Tensor] = {}
 # by group, the members and digests of texts that were compared. Ranks evict programs and plans at different times, and
 # a rank that compared again alone would wait for ever, so nothing is forgotten while the group lives
 _compared: weakref.WeakKeyDictionary[ProcessGroup, set[tuple[tuple[int, ...], bytes]]] = weakref.WeakKeyDictionary()
@@ -68,13 +69,7 @@ class Team:
                 f"ranks {list(needed)} have to exchange data; call torch.distributed.init_process_group first"
             )
         if group is not None:
-            try:
-                members = tuple(dist.get_process_group_ranks(group))
-            except KeyError:
-                raise UnsupportedError(
-                    f"group is a process group of torch.distributed that has not been destroyed, got {group!r}; a "
-                    "DeviceMesh gives that of an axis by get_group()"
-                ) from None
+            members = _members(group)
             if not set(needed) <= set(members):
                 missing = sorted(set(needed) - set(members))
                 raise UnsupportedError(f"the group lacks ranks {missing} of the layouts; give one that has them")
@@ -132,6 +127,15 @@ class Team:
             async_op=async_op,
         )
 
+    @lazy
+    def mixes_exchanges(self) -> bool:
+        """Whether some ranks may exchange one buffer and others lists of them: both are NCCL's grouped sends.
+
+        With TORCH_DISTRIBUTED_DEBUG=DETAIL torch refuses calls of different names.
+        """
+        is_sorted = self.members == tuple(sorted(self.members))
+        return self.is_whole and self.is_nccl and is_sorted and dist.get_debug_level() != dist.DebugLevel.DETAIL
+
     def exchange_lists(
         self,
         incoming: Mapping[int, Tensor],
@@ -140,18 +144,21 @@ class Team:
         *,
         async_op: bool = False,
     ) -> Waitable | None:
-        """One all-to-all with one buffer per peer, anywhere in memory; peers that are not named exchange nothing."""
+        """One all-to-all with a buffer of bytes per peer, anywhere in memory; peers not named exchange nothing.
+
+        A rank may be its own peer if the team is whole and uses NCCL.
+        """
         # a group with NCCL uses gloo for CPU tensors, and gloo has no all-to-all of lists
         if self.is_whole and self.is_nccl and device.type != "cpu":
-            nothing = torch.empty(0, dtype=torch.uint8, device=device)
+            nothing = self._nothing(device)
             return dist.all_to_all(
-                [incoming[rank].view(torch.uint8) if rank in incoming else nothing for rank in self.members],
-                [outgoing[rank].view(torch.uint8) if rank in outgoing else nothing for rank in self.members],
+                [incoming.get(rank, nothing) for rank in self.members],
+                [outgoing.get(rank, nothing) for rank in self.members],
                 group=self.group,
                 async_op=async_op,
             )
         ends = [
-            dist.P2POp(call, buffer.view(torch.uint8), peer, self.group, _TAG)
+            dist.P2POp(call, buffer, peer, self.group, _TAG)
             for call, buffers in ((dist.isend, outgoing), (dist.irecv, incoming))
             for peer, buffer in sorted(buffers.items())
         ]
@@ -162,14 +169,25 @@ class Team:
             work.wait()
         return None
 
+    def _nothing(self, device: torch.device) -> Tensor:
+        """What is exchanged with a rank with which nothing is."""
+        if device not in _nothing:
+            # made in inference mode, it could not be used outside of it
+            with torch.inference_mode(False):
+                _nothing[device] = torch.empty(0, dtype=torch.uint8, device=device)
+        return _nothing[device]
+
+    def all_gather(self, target: Tensor, part: Tensor) -> Waitable | None:
+        """Every member gets all members' flat parts, one after the other, asynchronously."""
+        return all_gather(target, part, self.group, async_op=True)
+
     def all_reduce(self, tensor: Tensor, op: str) -> Waitable | None:
         """Combine the members' tensors in place, asynchronously."""
         return dist.all_reduce(tensor, _reduce_op(op), group=self.group, async_op=True)
 
     def reduce_scatter(self, target: Tensor, parts: Tensor, op: str) -> Waitable | None:
         """Combine the members' flat buffers; every member gets its part of the result, asynchronously."""
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return scatter(target.view(-1), parts, op=_reduce_op(op), group=self.group, async_op=True)
+        return reduce_scatter(target.view(-1), parts, op, self.group, async_op=True)
 
     def compare(self, text: str) -> None:
         """Raise on every member unless all of them bring the same text; a text that was compared is not compared again.
@@ -215,6 +233,20 @@ class Team:
         return [mine if k == me else found[k] for k in range(len(self.members))]
 
 
+def all_gather(target: Tensor, part: Tensor, group: ProcessGroup, *, async_op: bool = False) -> Waitable | None:
+    """Every rank of the group gets all ranks' flat parts, one after the other."""
+    gather: Callable[..., Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(target, part, group=group, async_op=async_op)
+
+
+def reduce_scatter(
+    target: Tensor, parts: Tensor, op: str, group: ProcessGroup, *, async_op: bool = False
+) -> Waitable | None:
+    """Every rank of the group gets its part of the ranks' flat buffers, combined."""
+    scatter: Callable[..., Work | None] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(target, parts, op=_reduce_op(op), group=group, async_op=async_op)
+
+
 def _reduce_op(op: str) -> Any:
     return {
         "sum": dist.ReduceOp.SUM,
@@ -255,7 +287,26 @@ def device_of(where: Team | ProcessGroup | None) -> torch.device:
     return torch.device("cpu")
 
 
-def _has_nccl(group: ProcessGroup) -> bool:
+def _members(group: ProcessGroup) -> tuple[int, ...]:
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except KeyError:
+        raise UnsupportedError(
+            f"group is a process group of torch.distributed that has not been destroyed, got {group!r}; a "
+            "DeviceMesh gives that of an axis by get_group()"
+        ) from None
+
+
+def uses_nccl(group: ProcessGroup | None) -> bool:
+    """Whether exchanges of the group, by default the world, run on NCCL."""
+    if not is_initialized():
+        return False
+    if group is not None:
+        _members(group)
+    return _has_nccl(group if group is not None else dist.group.WORLD)
+
+
+def _has_nccl(group: ProcessGroup | None) -> bool:
     # if init_process_group chose the backend, its name is "undefined", and only its configuration tells
     return "nccl" in dist.get_backend_config(group)
 

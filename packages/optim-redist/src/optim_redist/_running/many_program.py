@@ -16,10 +16,11 @@ from torch.distributed import ProcessGroup
 from optim_redist._methods.buckets import buckets_of
 from optim_redist._running import collectives
 from optim_redist._running.collectives import Team, Waitable
+from optim_redist._running.copies import Copy, copy_together
 from optim_redist._running.donated import give_up
 from optim_redist._running.rank_program import Message
 from optim_redist._running.stage_program import StageProgram, stage_programs
-from optim_redist._running.views import Copy, copy_together, resolved
+from optim_redist._running.views import resolved
 from optim_redist.errors import UnsupportedError, noting
 from optim_redist.plans import Plan
 

@@ -1,9 +1,17 @@
-"""Reductions that one library collective does: every rank of the team contributes to every element.
+"""Stages that one library collective does, with all ranks of the team.
 
-all-reduce: the target is replicated. reduce-scatter: the target is divided evenly; the input holds the members' parts
-one after the other, and is the source itself if the parts lie in it in that order. The library chooses the order of
-summation and rounds in the tensor's own type, so ``deterministic`` plans do not come here; nor do operations whose
-results would differ from torch's by more than rounding.
+Every rank contributes to every element:
+
+    all-reduce       the target is replicated;
+    reduce-scatter   the target is divided evenly; the input holds the members' parts one after the other, and is the
+                     source itself if the parts lie in it in that order.
+
+The library chooses the order of summation and rounds in the tensor's own type, so ``deterministic`` plans do not come
+here; nor do operations whose results would differ from torch's by more than rounding.
+
+Nothing is reduced:
+
+    all-gather       the target is replicated, and the members' parts are equal and lie in it one after the other.
 """
 
 from __future__ import annotations
@@ -16,11 +24,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from optim_redist._running.buffers import Part, buffers_of, dense_strides, span_of
 from optim_redist._running.collectives import Team, Waitable
+from optim_redist._running.copies import Copies
 from optim_redist._running.rank_program import LOCAL, Message
-from optim_redist._running.views import FLAT, Copies, View, as_bits, buffers_of, view_of
+from optim_redist._running.views import FLAT
 from optim_redist.index_sets import aligned_runs
-from optim_redist.moves import Which
+from optim_redist.moves import FINISHED
 from optim_redist.problem import Problem
 
 # dtypes that NCCL adds and compares: it has no 16-bit integers, and torch gives it no 8-bit floats to reduce
@@ -93,7 +103,7 @@ class NativeReduction:
         return cls("reduce_scatter", op, scale, parts)
 
     def start(self, x: Tensor, target: Tensor, team: Team) -> tuple[Waitable | None, Tensor]:
-        """Start the collective; returns its work, and the buffer to keep until that is done."""
+        """Start the collective into a contiguous target; returns its work, and the buffer to keep until it is done."""
         if self.kind == "all_reduce":
             target.copy_(x)
             return team.all_reduce(target, self.op), target
@@ -106,11 +116,46 @@ class NativeReduction:
             target.div_(self.scale)
 
     def _packed(self, x: Tensor) -> Tensor:
-        parts: list[tuple[Which, View]] = [("src", view) for view in self.parts.views(x.stride())]
-        ((which, view),), copies, num_packed = buffers_of([parts], separate=False, in_place=True)
-        if which == "src":
-            return view_of(x, view)
-        packed = torch.empty(num_packed, dtype=x.dtype, device=x.device)
+        parts: list[Part] = [("src", view) for view in self.parts.views(x.stride())]
+        buffers = buffers_of([parts], separate=False, in_place=True)
+        packed = torch.empty(buffers.num_elements, dtype=x.dtype, device=x.device)
         rows = tuple(x.shape), x.stride()
-        Copies(copies, x.element_size(), [FLAT, rows]).run({"src": as_bits(x)}, as_bits(packed))
-        return packed
+        Copies(buffers.packing(), x.element_size(), [FLAT, rows]).run({"src": x}, packed)
+        return buffers.flat(packed, {"src": x}, x.dtype)
+
+
+class NativeGather:
+    """An all-gather in place of a stage."""
+
+    @classmethod
+    def of(cls, problem: Problem, team: Team) -> NativeGather | None:
+        """The all-gather that does the whole redistribution on this team, if it does."""
+        everyone = set(team.members)
+        if not team.is_nccl or not team.is_whole or problem.num_contributions > 1 or problem.started:
+            return None
+        if set(problem.src.mesh.ranks) != everyone or set(problem.dst.mesh.ranks) != everyone:
+            return None
+        if problem.src_replicas != 1 or problem.dst_replicas != len(everyone):
+            return None
+        rows = dense_strides(problem.shape)
+        size = problem.num_elements // len(everyone)
+        for number, member in enumerate(team.members):
+            held, needed = problem.held(member), problem.needed(member)
+            assert held is not None, "every member holds a part"
+            assert needed is not None, "every member needs all of it"
+            place = Message(LOCAL)
+            runs = [aligned_runs(part, whole) for part, whole in zip(held, needed)]
+            for choice in product(*runs):
+                place.add(tuple(piece[0] for piece in choice), "dst", FINISHED)
+            if span_of([("dst", view) for view in place.views(rows)]) != ("dst", number * size, size):
+                return None
+        return cls()
+
+    def start(self, x: Tensor, target: Tensor, team: Team) -> tuple[Waitable | None, Tensor]:
+        """Start the collective into a contiguous target; returns its work, and the buffer to keep until it is done."""
+        part = x.contiguous()
+        # the library has no 16-bit integers
+        return team.all_gather(target.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8)), part
+
+    def finish(self, target: Tensor) -> None:
+        """Nothing is left to be done."""

@@ -11,17 +11,21 @@ The same code packs and unpacks for a process group and for a simulation of all 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 
-from optim_redist._running.views import FLAT, Copies, Rows, View, buffers_of
+from optim_redist._running.buffers import Buffers, Part, buffers_of
+from optim_redist._running.copies import Copies, Pair
+from optim_redist._running.views import FLAT, Rows, View
 from optim_redist.boxes import Box
 from optim_redist.index_sets import Run, aligned_runs
 from optim_redist.moves import Phase, Transfer, Which
 from optim_redist.problem import Problem
 
 Piece = tuple[Run, ...]
+# bytes of what stays above which a copy beside the exchange is quicker than NCCL's (4×H200: 7 % at 512 MiB)
+_MOST_TO_ITSELF = 1 << 27
 LOCAL = -1  # in place of a peer: no message, the pieces stay within this rank
 
 
@@ -76,20 +80,35 @@ class PhaseViews:
     """Every buffer and view that one phase needs for tensors of given shapes and strides.
 
     Attributes:
-        sends, receives: for every buffer of the exchange, the tensor in whose memory it lies (None: the phase's own
-            buffer), and its flat view there.
-        packs, num_packed: copies into the phase's own buffer for sending, and its elements.
-        unpacks, num_unpacked: copies out of its buffer for receiving, and its elements.
-        stays: copies from source to target.
+        sends, receives: the exchange's buffers.
+        packs: copies into our own buffer for sending.
+        unpacks: copies out of our own buffer for receiving.
+        stays: copies from source to target; none if what stays is a message of the rank to itself.
+        to, from_: the rank that each buffer goes to, and comes from.
+        bytes_sent, bytes_received: keyed by these ranks.
+        packs_at_once: whether one copy fills our own buffer for sending.
     """
 
-    sends: list[tuple[Which | None, View]]
-    receives: list[tuple[Which | None, View]]
+    sends: Buffers
+    receives: Buffers
     packs: Copies
-    num_packed: int
     unpacks: Copies
-    num_unpacked: int
     stays: Copies
+    to: list[int]
+    from_: list[int]
+    bytes_sent: dict[int, int]
+    bytes_received: dict[int, int]
+    packs_at_once: bool
+
+    @property
+    def num_copies(self) -> int:
+        """How many copies the rank makes, each a kernel on a GPU."""
+        return len(self.packs.pairs) + len(self.unpacks.pairs) + len(self.stays.pairs)
+
+    @property
+    def num_copied(self) -> int:
+        """Elements of buffers of our own."""
+        return self.sends.num_elements + self.receives.num_elements
 
 
 @dataclass
@@ -97,46 +116,83 @@ class RankPhase:
     """One phase on one rank: messages by ascending peer, local copies, and the phase's name."""
 
     name: str
+    rank: int
     sends: list[Message] = field(default_factory=list)
     receives: list[Message] = field(default_factory=list)
     stays_from: Message = field(default_factory=lambda: Message(LOCAL))
     stays_to: Message = field(default_factory=lambda: Message(LOCAL))
-    _known: dict[tuple[Rows, Rows, bool, bool], PhaseViews] = field(default_factory=dict)
+    _known: dict[tuple[Rows, Rows, bool, bool, bool], PhaseViews] = field(default_factory=dict)
 
-    def views_for(self, src: Rows, dst: Rows, itemsize: int, *, separate: bool, in_place: bool) -> PhaseViews:
+    def views_for(
+        self, src: Rows, dst: Rows, itemsize: int, *, separate: bool, in_place: bool, to_itself: bool
+    ) -> PhaseViews:
         """The phase's buffers and views for a source and a target of these shapes and strides.
 
         With ``separate`` every message has a buffer of its own, and a message whose pieces are one piece of memory is
         sent and received there without a copy; else all messages share one buffer. ``in_place`` allows receiving
-        straight into the target.
+        straight into the target. With ``to_itself`` the rank may send itself what stays, which it does where that
+        saves copies: then the blocks of all ranks are alike, and one copy packs them.
         """
-        found = self._known.get((src, dst, separate, in_place))
+        key = src, dst, separate, in_place, to_itself
+        found = self._known.get(key)
         if found is None:
-            found = self._known[src, dst, separate, in_place] = self._make_views(src, dst, itemsize, separate, in_place)
+            found = self._make_views(src, dst, itemsize, separate, in_place)
+            if to_itself and self._stays_like_a_message(_MOST_TO_ITSELF // itemsize):
+                other = self._make_views(src, dst, itemsize, separate, in_place, to_itself=True)
+                if other.num_copied <= self._num_moved:
+                    found = min(found, other, key=lambda views: views.num_copies)
+            self._known[key] = found
         return found
 
-    def _make_views(self, src: Rows, dst: Rows, itemsize: int, separate: bool, in_place: bool) -> PhaseViews:
+    @property
+    def _num_moved(self) -> int:
+        """Elements that the rank sends and receives: what plans count for its buffers."""
+        return sum(message.num_elements for message in (*self.sends, *self.receives))
+
+    def _stays_like_a_message(self, most: int) -> bool:
+        """Whether what stays is no more than what travels to or from some rank, so that it arrives no later."""
+        largest = max((message.num_elements for message in (*self.sends, *self.receives)), default=0)
+        return 0 < self.stays_from.num_elements <= min(largest, most)
+
+    def _make_views(
+        self, src: Rows, dst: Rows, itemsize: int, separate: bool, in_place: bool, to_itself: bool = False
+    ) -> PhaseViews:
+        sending, receiving = self.sends, self.receives
+        stays: list[Pair] = []
+        if to_itself:
+            sending = _with(self.stays_from, self.rank, sending)
+            receiving = _with(self.stays_to, self.rank, receiving)
+        else:
+            views = zip(self.stays_from.views(src[1]), self.stays_to.views(dst[1]))
+            stays = [Pair("src", here, there) for here, there in views]
         strides: dict[Which, tuple[int, ...]] = {"src": src[1], "dst": dst[1]}
-        outgoing = [
-            [(read, message.views(strides[read])[k]) for k, read in enumerate(message.read)] for message in self.sends
+        outgoing: list[list[Part]] = [
+            [(read, message.views(strides[read])[k]) for k, read in enumerate(message.read)] for message in sending
         ]
-        incoming: list[list[tuple[Which, View]]] = [[("dst", view) for view in m.views(dst[1])] for m in self.receives]
-        sends, packs, num_packed = buffers_of(outgoing, separate=separate, in_place=True, shared=True)
-        receives, unpacks, num_unpacked = buffers_of(incoming, separate=separate, in_place=in_place)
-        return PhaseViews(
-            sends=sends,
-            receives=receives,
-            packs=Copies(packs, itemsize, [FLAT, *({"src": src, "dst": dst}[w] for w in {p[0] for p in packs})]),
-            num_packed=num_packed,
-            # from the buffer, which takes the place of the source, to the target
-            unpacks=Copies([("src", slot, view) for _, view, slot in unpacks], itemsize, [FLAT, dst]),
-            num_unpacked=num_unpacked,
-            stays=Copies(
-                [("src", a, b) for a, b in zip(self.stays_from.views(src[1]), self.stays_to.views(dst[1]))],
-                itemsize,
-                [src, dst],
-            ),
+        incoming: list[list[Part]] = [[("dst", view) for view in message.views(dst[1])] for message in receiving]
+        sends = buffers_of(outgoing, separate=separate, in_place=True, shared=True)
+        receives = buffers_of(incoming, separate=separate, in_place=in_place)
+        forms: dict[Which, Rows] = {"src": src, "dst": dst}
+        packs = Copies(
+            sends.packing(), itemsize, [FLAT, *(forms[which] for which in {part[0] for part in sends.copies})]
         )
+        return PhaseViews(
+            sends,
+            receives,
+            packs=packs,
+            unpacks=Copies(receives.unpacking(), itemsize, [FLAT, dst]),
+            stays=Copies(stays, itemsize, [src, dst]),
+            to=[message.peer for message in sending],
+            from_=[message.peer for message in receiving],
+            bytes_sent={message.peer: message.num_elements * itemsize for message in sending},
+            bytes_received={message.peer: message.num_elements * itemsize for message in receiving},
+            packs_at_once=packs.fills(sends.num_elements),
+        )
+
+
+def _with(stays: Message, rank: int, messages: Sequence[Message]) -> list[Message]:
+    """The messages with one more, of the rank to itself, by ascending peer."""
+    return sorted([*messages, replace(stays, peer=rank)], key=lambda message: message.peer)
 
 
 def rank_phases(problem: Problem, phases: Sequence[Phase], rank: int) -> list[RankPhase]:
@@ -151,7 +207,7 @@ def _stored(problem: Problem, rank: int, which: Which) -> Box | None:
 
 
 def _rank_phase(problem: Problem, phase: Phase, rank: int) -> RankPhase:
-    found = RankPhase(phase.name)
+    found = RankPhase(phase.name, rank)
     sends: dict[int, Message] = {}
     receives: dict[int, Message] = {}
     for transfer in phase.transfers:

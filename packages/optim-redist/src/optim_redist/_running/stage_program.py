@@ -1,7 +1,8 @@
 """One stage of a plan on one rank: what its phases pack, send, keep, receive and unpack.
 
-The caller allocates a stage's target. In a packed stage, which has one phase, everything that it sends or keeps is
-copied out of the source before the target is allocated, so that the source can be freed in between.
+The caller allocates a stage's target. ``PhaseRun`` is one phase under way. In a packed stage, which has one phase,
+everything that it sends or keeps is copied out of the source before the target is allocated, so that the source can be
+freed in between.
 """
 
 from __future__ import annotations
@@ -14,15 +15,111 @@ import torch
 from torch import Tensor
 
 from optim_redist._methods.own import own_phases
+from optim_redist._running.buffers import Buffers
+from optim_redist._running.copies import Copy, copy_together, copy_views
 from optim_redist._running.rank_program import Message, PhaseViews, rank_phases
 from optim_redist._running.reduction import Reduction, fill_identity
-from optim_redist._running.views import Copy, Rows, as_bits, bits_type, copy_together, copy_views, view_of
+from optim_redist._running.views import Rows, as_bits, bits_type, view_of
 from optim_redist.moves import FINISHED, Phase, Which
 from optim_redist.problem import Problem
 
 if TYPE_CHECKING:
     from optim_redist.layout import Layout
     from optim_redist.plans import Plan
+
+
+class PhaseRun:
+    """One phase under way on one rank, which keeps all buffers of its exchange.
+
+    ``pack`` gives the buffers to send, ``make_room`` those to receive into; ``local`` copies what stays, and ``finish``
+    brings what has arrived to its place.
+
+    Attributes:
+        stays: whether ``local`` has something to copy.
+    """
+
+    def __init__(
+        self, stage: StageProgram, k: int, src: Tensor | None, dst: Tensor | None, device: torch.device, to_itself: bool
+    ) -> None:
+        self._stage, self._k, self._device = stage, k, device
+        self._views = stage.views(k, src, dst, to_itself)
+        self._tensors: dict[Which, Tensor | None] = {"src": src, "dst": dst}
+        self._packed: Tensor | None = None
+        self._arrived: Tensor | None = None
+        self.stays = bool(self._views.stays.pairs) and not stage.combines_in(k)
+
+    @property
+    def to(self) -> list[int]:
+        """The rank that each buffer goes to."""
+        return self._views.to
+
+    @property
+    def from_(self) -> list[int]:
+        """The rank that each buffer comes from."""
+        return self._views.from_
+
+    @property
+    def bytes_sent(self) -> dict[int, int]:
+        """What goes to each rank."""
+        return self._views.bytes_sent
+
+    @property
+    def bytes_received(self) -> dict[int, int]:
+        """What comes from each rank."""
+        return self._views.bytes_received
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether both the buffers to send and those to receive into follow each other in one memory."""
+        return self._views.sends.is_flat and self._views.receives.is_flat
+
+    def pack(self) -> list[Tensor]:
+        """Copy what is sent, where it does not lie in one piece; the buffers to send."""
+        self._fill()
+        return self._views.sends.cut(self._packed, self._tensors, self._stage.sent_as)
+
+    def pack_flat(self) -> Tensor:
+        """As ``pack``; the memory of all buffers, which are flat."""
+        self._fill()
+        return self._views.sends.flat(self._packed, self._tensors, self._stage.sent_as)
+
+    def make_room(self) -> list[Tensor]:
+        """The buffers to receive into."""
+        self._arrived = self._own(self._views.receives)
+        return self._views.receives.cut(self._arrived, self._tensors, self._stage.sent_as)
+
+    def make_room_flat(self) -> Tensor:
+        """As ``make_room``; the memory of all buffers, which are flat."""
+        self._arrived = self._own(self._views.receives)
+        return self._views.receives.flat(self._arrived, self._tensors, self._stage.sent_as)
+
+    def _fill(self) -> None:
+        if self._views.packs_at_once:
+            self._packed = self._views.packs.packed(self._tensors)
+        else:
+            self._packed = self._own(self._views.sends)
+            self._views.packs.run(self._tensors, self._packed)
+
+    def _own(self, buffers: Buffers) -> Tensor | None:
+        if not buffers.needs_own:
+            return None
+        return torch.empty(buffers.num_elements, dtype=self._stage.bits, device=self._device)
+
+    def local(self) -> None:
+        """Copy what stays on the rank; a phase that reduces does this in ``finish``."""
+        if self.stays:
+            self._views.stays.run(self._tensors, self._tensors["dst"])
+
+    def finish(self) -> None:
+        """Unpack or combine what has arrived."""
+        stage, k, dst = self._stage, self._k, self._tensors["dst"]
+        if not stage.combines_in(k):
+            # the buffer takes the place of the source
+            self._views.unpacks.run({"src": self._arrived}, dst)
+        elif dst is not None:
+            arrived = [] if self._arrived is None else slots(stage.phases[k].receives, self._arrived)
+            stage.combine(k, arrived, self._tensors["src"], dst)
+        stage.end(k, dst)
 
 
 class StageProgram:
@@ -48,6 +145,8 @@ class StageProgram:
         self.dtype = dtype
         self.separate = separate
         self.bits = bits_type(dtype)
+        # a message that is a tensor of its own is sent as bytes, since the backend has to know its type
+        self.sent_as = torch.uint8 if separate else self.bits
         self.phases = rank_phases(problem, phases, rank)
         self._reducing = reducing
         self.src_shape = _local_shape(src, problem.shape, rank)
@@ -85,33 +184,19 @@ class StageProgram:
         return None if self.dst_shape is None else torch.empty(self.dst_shape, dtype=self.dtype, device=device)
 
     def begin(
-        self, k: int, src: Tensor | None, dst: Tensor | None, device: torch.device
-    ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        """Pack phase k; returns the buffers to send, those to receive into, and the phase's own receive buffer."""
-        views = self._views(k, src, dst)
-        tensors: dict[Which, Tensor | None] = {"src": _bits(src), "dst": _bits(dst)}
-        packed = torch.empty(views.num_packed, dtype=self.bits, device=device)
-        views.packs.run(tensors, packed)
-        sends = [view_of(packed if which is None else cast(Tensor, tensors[which]), v) for which, v in views.sends]
-        return (sends, *self.receive_buffers(k, src, dst, device))
-
-    def receive_buffers(
-        self, k: int, src: Tensor | None, dst: Tensor | None, device: torch.device
-    ) -> tuple[list[Tensor], Tensor]:
-        """The buffers to receive phase k into, and the phase's own receive buffer; of ``src`` only the form is read."""
-        views, target = self._views(k, src, dst), _bits(dst)
-        own = torch.empty(views.num_unpacked, dtype=self.bits, device=device)
-        return [view_of(own if which is None else cast(Tensor, target), v) for which, v in views.receives], own
+        self, k: int, src: Tensor | None, dst: Tensor | None, device: torch.device, *, to_itself: bool = False
+    ) -> PhaseRun:
+        """Phase k between these tensors; with ``to_itself``, what stays may be a message of the rank to itself."""
+        return PhaseRun(self, k, src, dst, device, to_itself)
 
     def pack_all(self, src: Tensor | None, device: torch.device) -> tuple[list[Tensor], Tensor]:
         """Copies of what the only phase sends, and of what it keeps; nothing reads the source after that."""
         like = None if self.dst_shape is None else torch.empty(self.dst_shape, dtype=self.dtype, device="meta")
-        views, source, stays = self._views(0, src, like), _bits(src), self.phases[0].stays_from
-        packed = torch.empty(views.num_packed, dtype=self.bits, device=device)
-        views.packs.run({"src": source}, packed)
+        run, stays = self.begin(0, src, like, device), self.phases[0].stays_from
+        # what would be sent from where it lies in the source, too
         sends = [
-            view_of(packed, v) if which is None else view_of(cast(Tensor, source), v).clone()
-            for which, v in views.sends
+            buffer if span.which is None else buffer.clone()
+            for span, buffer in zip(self.views(0, src, like).sends.spans, run.pack())
         ]
         kept = torch.empty(stays.num_elements, dtype=self.bits, device=device)
         copy_together(self.packing(stays, kept, src, None))
@@ -134,20 +219,9 @@ class StageProgram:
 
     def staying(self, k: int, src: Tensor | None, dst: Tensor | None) -> list[Copy]:
         """The copies of ``local``."""
-        if not self.phases[k].stays_from.pieces or self._reduces(k):
+        if not self.phases[k].stays_from.pieces or self.combines_in(k):
             return []
-        here: dict[Which, Tensor | None] = {"src": _bits(src)}
-        return self._views(k, src, dst).stays.between(here, _bits(dst))
-
-    def finish(self, k: int, receive_buffer: Tensor, src: Tensor | None, dst: Tensor | None) -> None:
-        """Unpack what phase k brought into the buffer of ``begin``."""
-        if self._reduces(k):
-            if dst is not None:
-                self.combine(k, slots(self.phases[k].receives, receive_buffer), src, dst)
-        else:
-            # the buffer takes the place of the source
-            self._views(k, src, dst).unpacks.run({"src": receive_buffer}, _bits(dst))
-        self.end(k, dst)
+        return self.views(k, src, dst).stays.between({"src": src}, dst)
 
     def combine(self, k: int, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor) -> None:
         """Reduce what arrived in phase k and this rank's own contributions into the target."""
@@ -182,7 +256,7 @@ class StageProgram:
 
         The caller makes these copies, then calls ``end``.
         """
-        if not self._reduces(k):
+        if not self.combines_in(k):
             return [copy for message, slot in arrived for copy in self.unpacking(message, slot, cast(Tensor, dst))]
         if dst is not None:
             self.combine(k, arrived, src, dst)
@@ -196,12 +270,22 @@ class StageProgram:
             yield view_of(target, view), slot[place : place + size].view(view[0])
             place += size
 
-    def _views(self, k: int, src: Tensor | None, dst: Tensor | None) -> PhaseViews:
+    # -- what phases look up
+
+    def views(self, k: int, src: Tensor | None, dst: Tensor | None, to_itself: bool = False) -> PhaseViews:
+        """The buffers and views of phase k for tensors of these forms."""
+        combines = self.combines_in(k)
         return self.phases[k].views_for(
-            _rows(src), _rows(dst), self.dtype.itemsize, separate=self.separate, in_place=not self._reduces(k)
+            _rows(src),
+            _rows(dst),
+            self.dtype.itemsize,
+            separate=self.separate,
+            in_place=not combines,
+            to_itself=to_itself and not combines,
         )
 
-    def _reduces(self, k: int) -> bool:
+    def combines_in(self, k: int) -> bool:
+        """Whether phase k brings contributions to any rank."""
         return self._reducing[k]
 
 

@@ -1,0 +1,148 @@
+"""The buffers of an exchange: in the tensors themselves where messages lie there in one piece, else in one of our own.
+
+A span is a run of elements in one memory. Spans that follow each other are cut out of it together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from math import prod
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from optim_redist._running.copies import Pair
+from optim_redist._running.views import View, is_dense
+from optim_redist.moves import Which
+
+Part = tuple[Which, View]  # a piece of a message: in which tensor, and where there
+
+
+class Span(NamedTuple):
+    """Elements one behind the other in a tensor, or with ``which`` None in a buffer of our own."""
+
+    which: Which | None
+    start: int
+    size: int
+
+
+class Buffers:
+    """Where the buffers of an exchange lie.
+
+    Attributes:
+        spans: of every buffer.
+        copies: (tensor, view, slot) of what is copied into or out of the buffer of our own.
+        num_elements: of that buffer.
+        needs_own: whether any buffer lies in it, if only an empty one.
+        is_flat: whether the buffers follow each other in one memory.
+    """
+
+    def __init__(self, spans: list[Span], copies: list[tuple[Which, View, View]], num_elements: int) -> None:
+        self.spans = spans
+        self.copies = copies
+        self.num_elements = num_elements
+        self._runs: list[list[Span]] = []
+        for span in dict.fromkeys(spans):
+            last = self._runs[-1][-1] if self._runs else None
+            if last is not None and last.which == span.which and last.start + last.size == span.start:
+                self._runs[-1].append(span)
+            else:
+                self._runs.append([span])
+        self.needs_own = any(span.which is None for span in spans)
+        number = {span: k for k, span in enumerate(chain.from_iterable(self._runs))}
+        self._numbers = [number[span] for span in spans]
+        self.is_flat = len(self._runs) == 1 and len(spans) == len(number)
+
+    def packing(self) -> list[Pair]:
+        """The copies into our own buffer."""
+        return [Pair(which, view, slot) for which, view, slot in self.copies]
+
+    def unpacking(self) -> list[Pair]:
+        """The copies out of our own buffer, which takes the place of the source."""
+        return [Pair("src", slot, view) for _, view, slot in self.copies]
+
+    def flat(self, own: Tensor | None, tensors: Mapping[Which, Tensor | None], dtype: torch.dtype) -> Tensor:
+        """The memory of all buffers, if they are flat, in elements of ``dtype``; the tensors are resolved."""
+        return self._memory(self._runs[0], own, tensors, dtype)
+
+    def cut(self, own: Tensor | None, tensors: Mapping[Which, Tensor | None], dtype: torch.dtype) -> list[Tensor]:
+        """The buffers, as flat views of our own buffer and of the resolved tensors, in elements of ``dtype``."""
+        found: list[Tensor] = []
+        for run in self._runs:
+            memory = self._memory(run, own, tensors, dtype)
+            if len(run) == 1:
+                found.append(memory)
+            else:
+                num_elements = run[-1].start + run[-1].size - run[0].start
+                ratio = memory.numel() // max(1, num_elements)
+                found += memory.split_with_sizes([span.size * ratio for span in run])
+        return [found[number] for number in self._numbers]
+
+    def _memory(
+        self, run: Sequence[Span], own: Tensor | None, tensors: Mapping[Which, Tensor | None], dtype: torch.dtype
+    ) -> Tensor:
+        which, start, _ = run[0]
+        if which is None:
+            # it may have been filled in wider elements
+            memory = cast(Tensor, own).view(dtype)
+            if run[-1].start + run[-1].size - start == self.num_elements:
+                return memory
+            ratio = memory.numel() // self.num_elements
+        else:
+            memory, ratio = cast(Tensor, tensors[which]), 1
+        total = run[-1].start + run[-1].size - start
+        memory = memory.as_strided((total * ratio,), (1,), memory.storage_offset() + start * ratio)
+        return memory if memory.dtype == dtype else memory.view(dtype)
+
+
+def buffers_of(messages: Sequence[Sequence[Part]], *, separate: bool, in_place: bool, shared: bool = False) -> Buffers:
+    """The buffers of these messages.
+
+    With ``separate`` every message is a group, else all messages are one group. With ``in_place``, a group that is one
+    piece of memory needs no copy and is its own buffer. With ``shared``, groups of the same views share a buffer, so
+    that what several replicas get is packed once; when receiving, contributions to one place have the same views and
+    need a buffer each.
+    """
+    groups = [list(message) for message in messages] if separate else [[part for m in messages for part in m]]
+    spans: list[Span] = []
+    copies: list[tuple[Which, View, View]] = []
+    known: dict[tuple[Part, ...], Span] = {}
+    place = 0
+    for parts in groups:
+        if shared and tuple(parts) in known:
+            spans.append(known[tuple(parts)])
+            continue
+        span = span_of(parts) if in_place else None
+        if span is not None:
+            spans.append(span)
+            continue
+        start = place
+        for which, view in parts:
+            copies.append((which, view, (view[0], dense_strides(view[0]), place)))
+            place += prod(view[0])
+        spans.append(Span(None, start, place - start))
+        known[tuple(parts)] = spans[-1]
+    return Buffers(spans, copies, place)
+
+
+def span_of(parts: Sequence[Part]) -> Span | None:
+    """The one span that all parts together are, if they lie in one memory one after the other in this order."""
+    if len({which for which, _ in parts}) != 1:
+        return None
+    end = start = parts[0][1][2]
+    for _, (sizes, strides, offset) in parts:
+        if offset != end or not is_dense(sizes, strides):
+            return None
+        end = offset + prod(sizes)
+    return Span(parts[0][0], start, end - start)
+
+
+def dense_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
