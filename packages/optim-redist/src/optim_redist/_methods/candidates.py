@@ -90,7 +90,7 @@ def one_exchange(
 
 
 def copied_elements(problem: Problem, recv: int, send: int) -> int:
-    """What the busiest rank packs and unpacks in one exchange straight from holders, or copies if nothing moves."""
+    """What the busiest rank packs and unpacks in an exchange, or copies if nothing moves."""
     if not recv and not send:
         return max(problem.num_kept.values(), default=0)
     # contributions are combined where they have arrived
@@ -171,19 +171,12 @@ def from_phases(method: str, request: Request, *, op: str | None = None) -> Cand
             peak = _peak_bytes(request, moved.sent, moved.received)
         else:
             peak = _peak_bytes(request, exchanges[number].fullest_round(rounds), {}, rounds)
-        # contributions are combined where they have arrived
-        combined, copied = (recv, send) if moved.reduces else (0, send + recv)
+        combined = recv if moved.reduces else 0
+        copied = copied_elements(problem, recv, send)
+        borders = moved.borders
         steps.append(
             step_of(
-                request,
-                op or moved.name,
-                recv,
-                send,
-                peak,
-                moved.borders,
-                rounds=rounds,
-                copied=copied,
-                combined=combined,
+                request, op or moved.name, recv, send, peak, borders, rounds=rounds, copied=copied, combined=combined
             )
         )
     stage = Stage(op or method, method, problem.src, problem.dst, rounds)
