@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.device_mesh import init_device_mesh
 
 import optim_redist as redist
-from optim_redist import Layout, Mesh, execute
+from optim_redist import Layout, LayoutError, Mesh, execute
 from optim_redist.gradients import GradientRule
 from optim_utils.testing import run_ranks
 
@@ -86,6 +86,7 @@ def test_a_compiled_function_has_the_gradients_of_the_function() -> None:
 
 UNEVEN = (5, 4)
 SLOW_BACKENDS = ["aot_eager", "inductor"]
+in_graphs = pytest.mark.skipif(not hasattr(torch.library, "EffectType"), reason="this torch has no ordered effects")
 WHOLE, PENDING = Layout(MESH, [None, None]), Layout(MESH, [None, None], {0: "sum"})
 
 
@@ -140,14 +141,15 @@ def _options(rank: int, world_size: int) -> None:
         # rank 1 is outside
         lambda x: redist.redistribute_local(x, UNEVEN, ROWS, Layout(Mesh(1), [None, None])),
     ]
+    has_effects = hasattr(torch.library, "EffectType")
     for function in taken + broken:
         torch._dynamo.reset()
-        found = torch.compile(function, backend="eager", fullgraph=function in taken)(part)
+        found = torch.compile(function, backend="eager", fullgraph=has_effects and function in taken)(part)
         expected = function(part)
         assert (found is None) == (expected is None)
         assert found is None or torch.equal(found, expected)
-    with pytest.raises(RuntimeError, match=r"the source tensor has shape \(1, 1\), its layout says"):
-        torch.compile(taken[0], backend="eager", fullgraph=True)(torch.ones(1, 1))
+    with pytest.raises((RuntimeError, LayoutError), match=r"the source tensor has shape \(1, 1\), its layout says"):
+        torch.compile(taken[0], backend="eager")(torch.ones(1, 1))
 
 
 def _needed_on_one_rank(x: Tensor, rank: int) -> Tensor:
@@ -164,6 +166,7 @@ def _same_calls(rank: int, world_size: int, backend: str) -> None:
         assert torch.equal(found, full * (2 if rank else 6))
 
 
+@in_graphs
 @pytest.mark.parametrize("backend", ["eager", *[pytest.param(name, marks=pytest.mark.slow) for name in SLOW_BACKENDS]])
 def test_local_parts_move_in_one_graph(backend: str) -> None:
     run_ranks(in_one_graph, 2, "cpu", backend)
@@ -173,6 +176,7 @@ def test_options_that_a_graph_takes_and_that_break_it() -> None:
     run_ranks(_options, 2)
 
 
+@in_graphs
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_no_rank_leaves_out_a_call_whose_result_it_does_not_need(backend: str) -> None:
     run_ranks(_same_calls, 2, backend, timeout=60)

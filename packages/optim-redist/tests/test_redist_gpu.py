@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from redist_cases import combined, contributions_of, part_of, random_case
-from test_redist_compiled import gradients_of_compiled, move_compiled
+from test_redist_compiled import gradients_of_compiled, in_graphs, in_one_graph, move_compiled
 
 from optim_redist import (
     Item,
@@ -250,6 +250,12 @@ def test_sums_begin_as_equal_parts() -> None:
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_compiled_functions(backend: str) -> None:
     run_ranks(move_compiled, 2, "cuda", backend, backend="nccl")
+
+
+@in_graphs
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_local_parts_in_one_graph(backend: str) -> None:
+    run_ranks(in_one_graph, 2, "cuda", backend, backend="nccl")
 
 
 def test_gradients_of_a_compiled_function() -> None:

@@ -93,7 +93,8 @@ def _plan(part: Tensor, shape: Sequence[int], src: str, dst: str, memory_limit: 
     return plan(sizes, part.dtype, _layout(src), _layout(dst), memory_limit=limit, partial_init=start)
 
 
-@custom_op("optim_redist::move", mutates_args=())
+# a program's first run makes groups and compares plans, so no CUDA graph captures it
+@custom_op("optim_redist::move", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def move(
     part: Tensor,
     shape: Sequence[int],
