@@ -37,10 +37,14 @@ class Placements(tuple[Any, ...]):
 
 def mesh_from(device_mesh: DeviceMesh | Mesh) -> Mesh:
     """The grid of ranks of a device mesh."""
-    if isinstance(device_mesh, Mesh):
-        return device_mesh
-    names = device_mesh.mesh_dim_names
-    return Mesh(tuple(device_mesh.mesh.shape), names=names, ranks=device_mesh.mesh.flatten().tolist())
+    return device_mesh if isinstance(device_mesh, Mesh) else _grid(device_mesh)
+
+
+# a device mesh computes its tensor of ranks at every access
+@lru_cache(maxsize=256)
+def _grid(device_mesh: DeviceMesh) -> Mesh:
+    ranks = device_mesh.mesh
+    return Mesh(tuple(ranks.shape), names=device_mesh.mesh_dim_names, ranks=ranks.flatten().tolist())
 
 
 def from_placements(
@@ -69,14 +73,37 @@ def from_placements(
     return layout_from(mesh_from(device_mesh), ours, len(shape), order, strided, flat=flat)
 
 
+def known_layout(
+    device_mesh: DeviceMesh,
+    placements: Sequence[TorchPlacement],
+    shape: tuple[int, ...],
+    order: tuple[tuple[int, tuple[int, ...]], ...] = (),
+    strided: StridedReading = "replay",
+) -> Layout:
+    """As ``from_placements``, kept for the next call."""
+    # keyed with their types: in torch 2.9 Shard(0) == _StridedShard(0, split_factor=2)
+    return _known_layout(device_mesh, tuple((type(p), p) for p in placements), shape, order, strided)
+
+
+@lru_cache(maxsize=4096)
+def _known_layout(
+    device_mesh: DeviceMesh,
+    placements: tuple[tuple[type[TorchPlacement], TorchPlacement], ...],
+    shape: tuple[int, ...],
+    order: tuple[tuple[int, tuple[int, ...]], ...],
+    strided: StridedReading,
+) -> Layout:
+    return from_placements(device_mesh, [placement for _, placement in placements], shape, order, strided=strided)
+
+
 def from_dtensor(dtensor: DTensor, *, strided: StridedReading = "replay") -> Layout:
     """The layout of a DTensor, checked against the shape of its local tensor.
 
     Raises:
         LayoutError: if this rank's local tensor has another shape than its placements give in this reading.
     """
-    order = shard_order_of(dtensor)
-    layout = from_placements(dtensor.device_mesh, dtensor.placements, dtensor.shape, order, strided=strided)
+    order = tuple((shard_order_of(dtensor) or {}).items())
+    layout = known_layout(dtensor.device_mesh, dtensor.placements, tuple(dtensor.shape), order, strided)
     rank = dtensor.device_mesh.get_rank()
     if rank in layout.mesh.coordinates:
         found = tuple(dtensor._local_tensor.shape)

@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 from optim_redist._running.uncompiled import uncompiled
 from optim_redist._running.views import arrived
 from optim_redist.canonical import canonical
-from optim_redist.dtensor import from_dtensor, from_placements, shard_order_of
+from optim_redist.dtensor import from_dtensor, known_layout, shard_order_of
 from optim_redist.errors import UnsupportedError
 from optim_redist.execute import redistribute_local
 from optim_redist.gradients import GradientRule, check_rule
@@ -48,18 +48,7 @@ class _Place(NamedTuple):
     partial_init: PartialInit = "owner"
 
     def layout(self, shape: Sequence[int]) -> Layout:
-        return _layout(self.mesh, tuple((type(p), p) for p in self.placements), tuple(shape), self.order)
-
-
-@lru_cache(maxsize=4096)
-def _layout(
-    mesh: DeviceMesh,
-    # keyed with their types: in torch 2.9 Shard(0) == _StridedShard(0, split_factor=2)
-    placements: tuple[tuple[type[Placement], Placement], ...],
-    shape: tuple[int, ...],
-    order: tuple[tuple[int, tuple[int, ...]], ...],
-) -> Layout:
-    return from_placements(mesh, [placement for _, placement in placements], shape, order)
+        return known_layout(self.mesh, self.placements, tuple(shape), self.order)
 
 
 @lru_cache(maxsize=4096)
@@ -200,6 +189,8 @@ def redistribute(
     if follows and grad == "adjoint":
         _check_sums(dtensor.placements, "dtensor")
         _check_sums(place.placements, "placements")
+    if not follows:
+        return _move(dtensor, place, memory_limit)
     return _Redistribute.apply(dtensor, place, _Backward(grad, backward_dtype, memory_limit))
 
 
