@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--planning", action="store_true", help="only the planning figures")
-    one.add_argument("--sizes", type=_sizes, help="only moves, of tensors of so many bytes, such as 64MiB,2GiB")
+    one.add_argument("--sizes", type=sizes_of, help="only moves, of tensors of so many bytes, such as 64MiB,2GiB")
     parser.add_argument("--cases", type=count, default=1000, help="random redistributions of each kind")
     parser.add_argument("--repeats", type=count, default=9)
     parser.add_argument("--ranks", type=count, default=4, help="gloo ranks where torchrun has started none")
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _sizes(text: str) -> list[int]:
+def sizes_of(text: str) -> list[int]:
     try:
         return [parse_bytes(part) for part in text.split(",")]
     except ValueError as problem:
