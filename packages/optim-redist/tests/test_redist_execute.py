@@ -636,6 +636,25 @@ def _groups_that_are_none(rank: int, world: int) -> None:
             redistribute_local(*task, group=group)
 
 
+def _parts_that_do_not_fit(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    shape, stride = torch.Size([4 * world, 8]), (8, 1)
+    for rows in (4, 5, 4, 5):
+        # what is known of a move does not hide that another tensor's part does not fit
+        given = DTensor.from_local(torch.zeros(rows, 8), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        if rows == 4:
+            found = redistribute(given, placements=[Shard(1)])
+            assert (found.placements, found.shape, found.stride()) == ((Shard(1),), shape, stride)
+            assert found.to_local().shape == (4 * world, 8 // world)
+        else:
+            with pytest.raises(LayoutError, match=r"the local tensor has shape \(5, 8\)"):
+                redistribute(given, placements=[Shard(1)])
+
+
+def test_a_part_that_does_not_fit_is_found_at_every_call() -> None:
+    run_ranks(_parts_that_do_not_fit, 2)
+
+
 def test_what_is_no_process_group_is_refused_by_name() -> None:
     run_ranks(_groups_that_are_none, 2)
 

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.layout import Layout, Mesh, ReduceOp
-from optim_redist.placements import Placement, ShardOrder, StridedReading, as_shard_order, layout_from, placements_of
+from optim_redist.placements import (
+    AxisOrder,
+    Placement,
+    ShardOrder,
+    StridedReading,
+    as_shard_order,
+    layout_from,
+    placements_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -77,7 +85,7 @@ def known_layout(
     device_mesh: DeviceMesh,
     placements: Sequence[TorchPlacement],
     shape: tuple[int, ...],
-    order: tuple[tuple[int, tuple[int, ...]], ...] = (),
+    order: AxisOrder = (),
     strided: StridedReading = "replay",
 ) -> Layout:
     """As ``from_placements``, kept for the next call."""
@@ -90,7 +98,7 @@ def _known_layout(
     device_mesh: DeviceMesh,
     placements: tuple[tuple[type[TorchPlacement], TorchPlacement], ...],
     shape: tuple[int, ...],
-    order: tuple[tuple[int, tuple[int, ...]], ...],
+    order: AxisOrder,
     strided: StridedReading,
 ) -> Layout:
     return from_placements(device_mesh, [placement for _, placement in placements], shape, order, strided=strided)

@@ -29,6 +29,7 @@ from optim_redist.layout import Axis, Block, Chunk, Cyclic, Kind, Layout, Mesh, 
 StridedReading = Literal["replay", "ordered"]
 # for each tensor dimension that is split over several axes, the axes in the order in which they cut
 ShardOrder = dict[int, tuple[int, ...]]
+AxisOrder = tuple[tuple[int, tuple[int, ...]], ...]  # the same as pairs, to be hashed
 # larger split factors are not tried: torch lists every piece, and so would this module
 _MOST_PIECES = 2**20
 

@@ -12,8 +12,6 @@ as contributions, and where the tensor was replicated its gradient is contributi
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from functools import lru_cache
-from math import prod
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -23,46 +21,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from optim_redist._places import Place, ends_of, specification
 from optim_redist._running.uncompiled import uncompiled
 from optim_redist._running.views import arrived
-from optim_redist.canonical import canonical
-from optim_redist.dtensor import from_dtensor, known_layout, shard_order_of
+from optim_redist.dtensor import shard_order_of
 from optim_redist.errors import UnsupportedError
 from optim_redist.execute import redistribute_local
 from optim_redist.gradients import GradientRule, check_rule
 from optim_redist.handle import Handle, done
-from optim_redist.layout import Layout, PartialInit
+from optim_redist.layout import PartialInit
 from optim_redist.placements import ShardOrder, as_shard_order
 from optim_redist.problem import check_partial_init
-from optim_redist.shares import put_back, shared_out
-
-
-class _Place(NamedTuple):
-    """Where a DTensor is to be, the dtype in which it is exchanged, that of the result if it is another, and how."""
-
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    order: tuple[tuple[int, tuple[int, ...]], ...]
-    dtype: torch.dtype | None
-    arrives_as: torch.dtype | None = None
-    partial_init: PartialInit = "owner"
-
-    def layout(self, shape: Sequence[int]) -> Layout:
-        return known_layout(self.mesh, self.placements, tuple(shape), self.order)
-
-
-@lru_cache(maxsize=4096)
-def _stays(source: Layout, target: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether every rank's part is the same in both layouts, so that no rank has to copy."""
-    if source == target:
-        return True
-    ranks = source.mesh.ranks
-    # equal ownership is not enough for contributions: their axes decide which of them are kept
-    if source.partial or target.partial or set(ranks) != set(target.mesh.ranks):
-        return False
-    if any(source.local_shape(shape, rank) != target.local_shape(shape, rank) for rank in ranks):
-        return False
-    return canonical(source, shape) == canonical(target, shape)
+from optim_redist.shares import put_back
 
 
 @overload
@@ -180,7 +150,7 @@ def redistribute(
     if order and not hasattr(dtensor_package._dtensor_spec, "ShardOrderEntry"):
         raise UnsupportedError(f"torch {torch.__version__} has no shard_order; say it with _StridedShard placements")
     normalized = tuple(_normalized(p, dtensor.ndim) for p in placements)
-    place = _Place(mesh, normalized, order, forward_dtype, partial_init=partial_init)
+    place = Place(mesh, normalized, order, forward_dtype, partial_init=partial_init)
     follows = torch.is_grad_enabled() and dtensor.requires_grad
     if async_op:
         if follows:
@@ -228,12 +198,12 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, dtensor: DTensor, place: _Place, after: _Backward, read_as: tuple[Placement, ...] | None = None
+        ctx: Any, dtensor: DTensor, place: Place, after: _Backward, read_as: tuple[Placement, ...] | None = None
     ) -> DTensor:
         """``read_as``: of a gradient by the rule "adjoint", the placements that it has in truth."""
         placements = _dual(dtensor.device_mesh, read_as or dtensor.placements, after.rule)
         order = tuple((shard_order_of(dtensor) or {}).items())
-        ctx.back = _Place(dtensor.device_mesh, placements, order, after.dtype, dtensor.dtype)
+        ctx.back = Place(dtensor.device_mesh, placements, order, after.dtype, dtensor.dtype)
         ctx.place, ctx.after = place, after
         return _move(dtensor, place, after.memory_limit, read_as=read_as)
 
@@ -263,86 +233,69 @@ def _dual(mesh: DeviceMesh, placements: Sequence[Placement], rule: GradientRule)
 
 @overload
 def _move(
-    dtensor: DTensor, place: _Place, memory_limit: int | None, *, read_as: tuple[Placement, ...] | None = ...
+    dtensor: DTensor, place: Place, memory_limit: int | None, *, read_as: tuple[Placement, ...] | None = ...
 ) -> DTensor: ...
 
 
 @overload
-def _move(dtensor: DTensor, place: _Place, memory_limit: int | None, *, async_op: Literal[True]) -> Handle[DTensor]: ...
+def _move(dtensor: DTensor, place: Place, memory_limit: int | None, *, async_op: Literal[True]) -> Handle[DTensor]: ...
 
 
 def _move(
     dtensor: DTensor,
-    place: _Place,
+    place: Place,
     memory_limit: int | None,
     *,
     async_op: bool = False,
     read_as: tuple[Placement, ...] | None = None,
 ) -> DTensor | Handle[DTensor]:
-    source = from_dtensor(dtensor)
-    if read_as is not None:
-        pending = [
-            (axis, placement.reduce_op) for axis, placement in enumerate(read_as) if isinstance(placement, Partial)
-        ]
-        source = Layout(source.mesh, source.dims, pending)
+    ends = ends_of(dtensor, place, read_as)
     shape, local = tuple(dtensor.shape), arrived(dtensor._local_tensor.detach())
     assert local is not None, "a DTensor has a local tensor on every rank"
     if place.dtype is not None and place.dtype != local.dtype:
         local = local.to(place.dtype)
-    inside = dtensor.device_mesh.get_coordinate() is not None
-    target = place.layout(shape)
-    if _stays(source, target, shape):
-        stayed = _wrapped(local if inside else None, dtensor, place, local, stays=True)
+    part = local if ends.local_shape is not None else None
+    if ends.stays:
+        stayed = _wrapped(part, dtensor, place, local, stays=True)
         return Handle(done(stayed)) if async_op else stayed
-    # a gradient is no sum that one rank has to begin with all of it
-    wanted = target if read_as is None else shared_out(shape, source, target)
     moved = redistribute_local(
-        local if inside else None,
+        part,
         shape,
-        source,
-        wanted,
+        ends.source,
+        ends.moved_to,
         dtype=local.dtype,
-        device=None if inside else torch.device(place.mesh.device_type),
+        device=None if part is not None else torch.device(place.mesh.device_type),
         async_op=async_op,
         memory_limit=memory_limit,
         partial_init=place.partial_init,
     )
     if isinstance(moved, Handle):
         return Handle(_when_arrived(moved, dtensor, place, local))
-    if moved is not None:
-        moved = put_back(moved, shape, wanted, target, dtensor.device_mesh.get_rank())
+    if moved is not None and ends.moved_to is not ends.target:
+        moved = put_back(moved, shape, ends.moved_to, ends.target, dtensor.device_mesh.get_rank())
     return _wrapped(moved, dtensor, place, local)
 
 
 def _when_arrived(
-    handle: Handle[Tensor | None], dtensor: DTensor, place: _Place, local: Tensor
+    handle: Handle[Tensor | None], dtensor: DTensor, place: Place, local: Tensor
 ) -> Generator[None, None, DTensor]:
     yield None
     return _wrapped(handle.wait(), dtensor, place, local)
 
 
-def _wrapped(moved: Tensor | None, dtensor: DTensor, place: _Place, local: Tensor, *, stays: bool = False) -> DTensor:
+def _wrapped(moved: Tensor | None, dtensor: DTensor, place: Place, local: Tensor, *, stays: bool = False) -> DTensor:
     """The rank's part as a DTensor; its strides, and whether it has memory of its own, are the same on every rank.
 
     With ``stays``, all ranks' parts stay: the part keeps its memory and strides. If only this rank's part stayed, it is
     cloned: a write to shared memory would change this rank's replica of the source, but not those on other ranks.
     """
     shape = dtensor.shape
-    # as torch does, count sizes of 0 as 1 in strides
-    dense = tuple(prod(max(size, 1) for size in shape[k + 1 :]) for k in range(len(shape)))
-    stride = dtensor.stride() if stays else dense
-    # outside the mesh from_local empties the part; a scalar's shape () counts as not given, and is read from the part
     part = moved if moved is not None else local.new_empty(0 if shape else ())
     if moved is local and not stays:
         part = local.clone(memory_format=torch.contiguous_format)
     if place.arrives_as is not None:
         # before the part becomes a DTensor: torch's operations on DTensors forget orders of axes
         part = part.to(place.arrives_as)
-    if not place.order:
-        return DTensor.from_local(part, place.mesh, place.placements, run_check=False, shape=shape, stride=stride)
-    # only the private DTensorSpec of newer versions of torch takes an order of axes
-    specification = dtensor_package._dtensor_spec
-    entries = tuple(specification.ShardOrderEntry(dim, axes) for dim, axes in sorted(place.order))
-    meta = specification.TensorMeta(shape, stride, part.dtype)
-    spec = specification.DTensorSpec(place.mesh, place.placements, tensor_meta=meta, shard_order=entries)
-    return DTensor(part, spec, requires_grad=False)
+    return DTensor(
+        part, specification(place, shape, dtensor.stride() if stays else None, part.dtype), requires_grad=False
+    )
