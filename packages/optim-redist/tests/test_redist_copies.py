@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 from math import prod
 from random import Random
@@ -11,10 +12,12 @@ import torch
 from redist_cases import random_case
 
 from optim_redist import Mesh, parse_layout, plan
+from optim_redist._methods.in_place import in_place
 from optim_redist._running.copies import Copies, Pair, merged
 from optim_redist._running.rank_program import RankPhase
 from optim_redist._running.stage_program import stage_programs
 from optim_redist._running.views import FLAT, View, view_of
+from optim_redist.problem import Problem
 
 
 def _elements(view: View) -> list[int]:
@@ -118,6 +121,32 @@ def test_what_stays_travels_with_the_rest_where_that_takes_fewer_copies(
         views = phase.views_for(*forms, 2, separate=True, in_place=True, to_itself=True)
         assert views.num_copies <= most
         assert views.num_copied <= sum(message.num_elements for message in (*phase.sends, *phase.receives))
+
+
+def test_what_is_charged_for_copies_is_what_is_copied() -> None:
+    seen: Counter[tuple[bool, bool]] = Counter()
+    equal = 0
+    for seed in range(300):
+        shape, src, dst = random_case(seed, "COBUKRI")
+        made = plan(shape, "bf16", src, dst, planners=["direct"])
+        # what several ranks hold is cut once more, between them
+        if not made.communicates or made.problems[0].src_replicas > 1:
+            continue
+        packs = unpacks = False
+        for rank in {*src.mesh.ranks, *dst.mesh.ranks}:
+            (stage,) = stage_programs(made, rank, separate=True)
+            views = stage.views(0, *(torch.empty(layout.local_shape(shape, rank)) for layout in (src, dst)))
+            packs = packs or bool(views.packs.pairs)
+            unpacks = unpacks or bool(views.unpacks.pairs)
+        leaves, arrives = in_place(Problem(shape, src, dst))
+        # dimensions that hold one index on all ranks that move anything are not looked for
+        assert not (leaves and packs), seed
+        assert not (arrives and unpacks), seed
+        equal += (leaves, arrives) == (not packs, not unpacks)
+        seen[leaves, arrives] += 1
+    assert min(seen.values()) > 10
+    assert len(seen) == 4
+    assert equal > 0.95 * seen.total()
 
 
 def test_buffers_are_no_larger_than_plans_say() -> None:

@@ -232,7 +232,9 @@ class CommModel:
 
     def least_seconds(self, num_bytes: float) -> float:
         """Time of the quickest collective in which the busiest rank receives (or sends) ``num_bytes``."""
-        return min(self.seconds(op, num_bytes) for op in (self.curves if self.has_library else ()) or ("all_to_all",))
+        if not self.has_library or not self.curves:
+            return self.seconds("all_to_all", num_bytes)
+        return min(self.seconds(op, num_bytes) for op in self.curves)
 
     @lazy
     def _measured(self) -> tuple[float, float] | None:

@@ -27,7 +27,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from optim_redist._inside import Inside
-from optim_redist._methods.candidates import exchanges_of, from_layouts, from_phases, from_ways, one_exchange, step_of
+from optim_redist._methods.candidates import (
+    copied_elements,
+    exchanges_of,
+    from_layouts,
+    from_phases,
+    from_ways,
+    one_exchange,
+    step_of,
+)
 from optim_redist._methods.collective_search import search_collectives
 from optim_redist._methods.packed import packed_peak
 from optim_redist._methods.reduce_inside import ways_to_reduce
@@ -113,7 +121,9 @@ def _least_of_nearest(request: Request, limits: Bounds) -> float:
         level: max(max(group.direct_inbound, 0 if spread else group.direct_outbound) for group in groups)
         for level, groups in request.groups.levels.items()
     }
-    return _least(request, limits.single_hop, crossing)
+    return _least(request, limits.single_hop, crossing) + _least_copying(
+        request, limits.direct_recv, limits.direct_send
+    )
 
 
 def _least_of_gathering(request: Request, limits: Bounds) -> float:
@@ -127,7 +137,8 @@ def _least_of_gathering(request: Request, limits: Bounds) -> float:
         level: max(len(group.ranks) * (total - group.held) for group in groups)
         for level, groups in request.groups.levels.items()
     }
-    return _least(request, max(gathered, sent), crossing)
+    # nothing moves while the rank takes its part of all that was gathered, which takes a call
+    return _least(request, max(gathered, sent), crossing) + request.model.call_seconds
 
 
 def _least(request: Request, moved: int, crossing: Mapping[str, int]) -> float:
@@ -138,6 +149,11 @@ def _least(request: Request, moved: int, crossing: Mapping[str, int]) -> float:
         if amount:
             seconds = max(seconds, model.call_seconds + model.border_seconds(level, amount * width))
     return seconds
+
+
+def _least_copying(request: Request, recv: int, send: int) -> float:
+    """Least seconds of packing and unpacking on the way from source to target, without layouts between them."""
+    return request.model.pack_seconds(copied_elements(request.problem, recv, send) * request.itemsize)
 
 
 def _least_of_two_hops(request: Request, limits: Bounds) -> float:
@@ -154,15 +170,16 @@ def _least_of_sharing(request: Request, limits: Bounds) -> float:
     if problem.num_contributions > 1:
         return _least_of_two_hops(request, limits)
     levels = list(request.groups.levels.values())
+    copying = _least_copying(request, limits.recv, limits.send)
     if len(levels) > 1:
-        return _least_of_one_hop(request, limits)
+        return _least_of_one_hop(request, limits) + copying
     # if each part has its holders in one group, they send what they send in the direct exchange
     forwards = limits.direct_send > limits.lb or request.groups.spread
     for cut, group in zip(limits.cuts, levels[0]):
         if (cut.inbound and _shares(problem, group)) or (
             forwards and any(n > limits.lb * len(group.holders[part]) for part, n in group.demand_here.items())
         ):
-            return _least_of_two_hops(request, limits)
+            return _least_of_two_hops(request, limits) + copying
     return _least_of_nearest(request, limits)
 
 

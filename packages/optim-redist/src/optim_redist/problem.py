@@ -48,9 +48,12 @@ def check_layouts(src: object, dst: object) -> None:
             raise LayoutError(f"{name} must be a Layout, got {layout!r}; parse_layout(text, mesh) makes one of a text")
 
 
+_PARTIAL_INITS = get_args(PartialInit)
+
+
 def check_partial_init(partial_init: object) -> None:
     """Raise ``UnsupportedError`` if this is no way to start a pending reduction."""
-    if partial_init not in get_args(PartialInit):
+    if partial_init not in _PARTIAL_INITS:
         raise UnsupportedError(f'partial_init is "owner" or "divide", got {partial_init!r}')
 
 

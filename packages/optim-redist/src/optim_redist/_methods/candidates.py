@@ -16,7 +16,7 @@ from optim_redist._methods.direct import direct_phases
 from optim_redist._methods.exchanges import DirectExchange, Exchange, moved_in_order, relayed
 from optim_redist._methods.forward import forward_phases
 from optim_redist._methods.hierarchical import hierarchical_phases
-from optim_redist._methods.in_place import arrives_in_place, leaves_in_place
+from optim_redist._methods.in_place import in_place
 from optim_redist._methods.library import bytes_received, library_collective
 from optim_redist._methods.node_volumes import node_volumes
 from optim_redist._methods.own import is_in_order
@@ -93,9 +93,10 @@ def copied_elements(problem: Problem, recv: int, send: int) -> int:
     """What the busiest rank packs and unpacks in an exchange, or copies if nothing moves."""
     if not recv and not send:
         return max(problem.num_kept.values(), default=0)
+    leaves, arrives = in_place(problem)
     # contributions are combined where they have arrived
-    unpacked = problem.num_contributions == 1 and not arrives_in_place(problem)
-    return recv * unpacked + send * (not leaves_in_place(problem))
+    unpacks = not arrives and problem.num_contributions == 1
+    return recv * unpacks + send * (not leaves)
 
 
 def _library_step(request: Request, op: str, limits: Bounds, peak: int) -> Step | None:
@@ -108,7 +109,7 @@ def _library_step(request: Request, op: str, limits: Bounds, peak: int) -> Step 
     # the library's minima and maxima of floats ignore NaN
     if name is None or (reduces and (request.deterministic or {op for op, _ in problem.reduced} & {"min", "max"})):
         return None
-    copied = 0 if name == "all_gather" or (name == "reduce_scatter" and leaves_in_place(problem)) else limits.live_src
+    copied = 0 if name == "all_gather" or (name == "reduce_scatter" and in_place(problem)[0]) else limits.live_src
     seconds = model.seconds(name, bytes_received(name, problem, width)) + model.pack_seconds(copied * width)
     moved = limits.single_hop * width
     ranks, layout = problem.ranks, str(problem.dst)

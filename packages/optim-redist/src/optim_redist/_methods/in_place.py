@@ -7,43 +7,44 @@ is one run, and one index of every dimension before.
 
 from __future__ import annotations
 
-from typing import Literal
-
 from optim_redist.overlap import Overlap
 from optim_redist.problem import Problem
 
 
-def leaves_in_place(problem: Problem) -> bool:
-    """Whether every message lies in one piece of its sender's part."""
-    return _is_one_piece(problem, "src")
+def in_place(problem: Problem) -> tuple[bool, bool]:
+    """Whether every message lies in one piece of its sender's part, and whether in one piece of its receiver's.
 
-
-def arrives_in_place(problem: Problem) -> bool:
-    """Whether every message lies in one piece of its receiver's part, and is no contribution to be combined."""
-    return problem.num_contributions == 1 and _is_one_piece(problem, "dst")
-
-
-def _is_one_piece(problem: Problem, which: Literal["src", "dst"]) -> bool:
-    longest = 1  # the most indices of a dimension before that a message has
+    Contributions that are combined do not arrive in place.
+    """
+    leaves, arrives = True, problem.num_contributions == 1
+    is_long = False  # whether messages have more than one index of a dimension before
     for o in problem.overlaps[: len(problem.shape)]:
-        is_cut, is_run, size = _cut(o, which)
-        if is_cut and not (is_run and longest == 1):
-            return False
-        longest = max(longest, size)
-    return True
+        if not (leaves or arrives):
+            break
+        src, dst = o.src, o.dst
+        if src is dst or len(src.sizes) == len(dst.sizes) == 1:
+            size = max(src.sizes)
+        else:
+            cuts_src, cuts_dst, size = _cut(o)
+            # a contiguous part cuts out a run
+            leaves = leaves and not (cuts_src and (is_long or dst.cuts is None))
+            arrives = arrives and not (cuts_dst and (is_long or src.cuts is None))
+        is_long = is_long or size > 1
+    return leaves, arrives
 
 
-def _cut(o: Overlap, which: Literal["src", "dst"]) -> tuple[bool, bool, int]:
-    """Whether the other side's parts cut this side's, whether they cut out runs, and the longest that they cut out."""
-    here, there = (o.src, o.dst) if which == "src" else (o.dst, o.src)
-    if here is there or len(there.sizes) == 1:
-        return False, True, max(here.sizes)
-    is_run = there.cuts is not None
-    if len(here.sizes) == 1:
-        return True, is_run, max(there.sizes)
-    is_cut, longest = False, 0
+def _cut(o: Overlap) -> tuple[bool, bool, int]:
+    """Whether the target cuts parts of the source, whether the source cuts those of the target, the longest piece."""
+    src, dst = o.src.sizes, o.dst.sizes
+    if len(dst) == 1:
+        return False, True, max(src)
+    if len(src) == 1:
+        return True, False, max(dst)
+    cuts_src = cuts_dst = False
+    longest = 0
     for i, row in enumerate(o.common):
         for j, n in row.items():
-            is_cut |= n < here.sizes[i if which == "src" else j]
+            cuts_src = cuts_src or n < src[i]
+            cuts_dst = cuts_dst or n < dst[j]
             longest = max(longest, n)
-    return is_cut, is_run, longest
+    return cuts_src, cuts_dst, longest
