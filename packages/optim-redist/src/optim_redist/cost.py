@@ -267,15 +267,16 @@ class CommModel:
         return 2 * num_bytes / self.pack_bandwidth
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        found = {
             "format": _FORMAT,
             "name": self.name,
             "topology": self.topology.to_json(),
             "curves": {op: [list(point) for point in curve] for op, curve in sorted(self.curves.items())},
             "pack_bandwidth": self.pack_bandwidth,
             "call_seconds": self.call_seconds,
-            "has_library": self.has_library,
         }
+        # models without a library keep the id that they had before any had one
+        return {**found, "has_library": True} if self.has_library else found
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CommModel:
