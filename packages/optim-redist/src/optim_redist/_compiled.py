@@ -18,7 +18,7 @@ from torch.library import custom_op
 
 from optim_redist._running import collectives
 from optim_redist.errors import LayoutError
-from optim_redist.execute import program_for
+from optim_redist.execute import default_model, program_for
 from optim_redist.gradients import GradientRule, check_linear, check_rule, way_back
 from optim_redist.layout import Layout, PartialInit
 from optim_redist.planning import plan
@@ -89,8 +89,9 @@ def _layout(text: str) -> Layout:
 def _plan(part: Tensor, shape: Sequence[int], src: str, dst: str, memory_limit: int | None, partial_init: str) -> Plan:
     limit = None if memory_limit is None else int(memory_limit)
     sizes = [int(n) for n in shape]
-    start = cast(PartialInit, partial_init)
-    return plan(sizes, part.dtype, _layout(src), _layout(dst), memory_limit=limit, partial_init=start)
+    start, model = cast(PartialInit, partial_init), default_model(None)
+    layouts = _layout(src), _layout(dst)
+    return plan(sizes, part.dtype, *layouts, cost_model=model, memory_limit=limit, partial_init=start)
 
 
 # a program's first run makes groups and compares plans, so no CUDA graph captures it
