@@ -130,6 +130,117 @@ def the_fault_that_is_injected_is_seen(rank, world_size):
     assert losses(rank, net, optimizer) != expected(rank)
 
 
+class Early(nn.Module):
+    """A model that may use the weight of its last module before that module runs."""
+
+    def __init__(self, device, reads=lambda net, x: F.linear(x, net.head.weight)):
+        super().__init__()
+        self.body, self.head, self.reads = nn.Linear(6, 6), nn.Linear(6, 6), reads
+        with torch.no_grad():
+            for number, parameter in enumerate(self.parameters()):
+                parameter.copy_(0.5 * normal(tuple(parameter.shape), 32, number))
+        self.to(device)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(self.reads(self, x)))).square().mean()
+
+
+def early_losses(rank, net, optimizer, steps=4, between=lambda step: None):
+    found = []
+    for step in range(steps):
+        between(step)
+        loss = net(normal((4, 6), 33, 10 * step + rank).to(device_of(rank)))
+        found.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def early_optimizer(net, **options):
+    return TritonDistAdamW(net.named_parameters(), lr=0.1, model=net, reducer="exact", bucket_mb=1e-4, **options)
+
+
+READ_EARLY = r"head.weight has been read before the forward pass of its module.*prefetch"
+
+
+@scenario(2)
+def a_parameter_that_is_read_before_its_module_is_found_by_debugging(rank, world_size):
+    net = Early(device_of(rank))
+    right = early_losses(rank, net, early_optimizer(net, overlap=False))
+    net = Early(device_of(rank))
+    optimizer = early_optimizer(net)
+    delay_gathers(optimizer)
+    assert early_losses(rank, net, optimizer) != right
+    net = Early(device_of(rank))
+    optimizer = early_optimizer(net, debug=True)
+    with pytest.raises(RuntimeError, match=READ_EARLY):
+        early_losses(rank, net, optimizer)
+
+
+@scenario(2)
+def a_parameter_that_is_read_early_from_some_step_on_is_found(rank, world_size):
+    net = Early(device_of(rank), reads=_as_it_is)
+    optimizer = early_optimizer(net, debug=True)
+    early_losses(rank, net, optimizer, steps=2)
+    net.reads = lambda net, x: F.linear(x, weight=net.head.weight.T)
+    with pytest.raises(RuntimeError, match=READ_EARLY):
+        early_losses(rank, net, optimizer, steps=1)
+    # nothing is watched after the error
+    assert not torch.overrides._get_current_function_mode_stack()
+    # prefetched, it may be read
+    net.reads = lambda net, x: optimizer.prefetch(net.head) or F.linear(x, net.head.weight)
+    early_losses(rank, net, optimizer, steps=2)
+
+
+@scenario(2)
+def what_is_prefetched_or_used_without_its_module_is_no_early_read(rank, world_size):
+    net = Early(device_of(rank))
+    optimizer = early_optimizer(net, debug=True)
+    net.reads = lambda net, x: optimizer.prefetch(net.head) or F.linear(x, net.head.weight)
+    early_losses(rank, net, optimizer)
+    net = Net(device_of(rank))
+    optimizer = optimizer_of(net, debug=True)
+    assert losses(rank, net, optimizer) == expected(rank)
+    assert "without their module's forward" in optimizer.explain().data["phases"]["gather under forward"]
+
+
+@scenario(2)
+def the_form_of_a_parameter_may_be_asked_for_while_it_is_gathered(rank, world_size):
+    def reads(net, x):
+        weight = net.head.weight
+        assert weight.shape == (6, weight.size(1))
+        assert weight.requires_grad
+        assert weight.is_contiguous()
+        return x.to(weight.dtype).to(weight.device)
+
+    net = Early(device_of(rank), reads)
+    optimizer = early_optimizer(net, debug=True)
+    early_losses(rank, net, optimizer)
+    with torch.no_grad():
+        net.reads = lambda net, x: F.linear(x, net.head.weight.T)
+        net(normal((4, 6), 34, rank).to(device_of(rank)))
+
+
+@scenario(2)
+def a_model_that_is_watched_is_copied(rank, world_size):
+    net = Early(device_of(rank), reads=_as_it_is)
+    optimizer = early_optimizer(net, debug=True)
+    early_losses(rank, net, optimizer, steps=1)
+    twin = copy.deepcopy(net)
+    optimizer.wait()
+    again = pickle.loads(pickle.dumps(net))
+    x = normal((4, 6), 35, rank).to(device_of(rank))
+    for other in (twin, again):
+        other.reads = lambda net, x: F.linear(x, net.head.weight)
+        other(x).backward()
+        assert not torch.overrides._get_current_function_mode_stack()
+
+
+def _as_it_is(net, x):
+    return x
+
+
 @scenario(2)
 def gathers_follow_the_order_of_forward(rank, world_size):
     net = Net(device_of(rank))

@@ -105,7 +105,7 @@ class BucketedParameters:
         if options.model is not None and options.overlap:
             if self._gathers is not None:
                 self._gathers.close()
-            self._gathers = ForwardGathers(options.model, self.buckets)
+            self._gathers = ForwardGathers(options.model, self.buckets, watches_reads=options.debug)
             weakref.finalize(self, self._gathers.release, self._communicator).atexit = False
         self._order = self._in_order()
         if self._gathers is not None and isinstance(self.reduction, BackwardReduction):

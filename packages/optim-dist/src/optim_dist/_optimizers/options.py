@@ -105,7 +105,9 @@ class Options:
             CUDA device a rank; no effect on DTensors, and on one rank.
         timeout: seconds that a collective may take; the process group's own limit if None.
         debug: compare hyperparameters, clipping and which DTensors have gradients over ranks before every update, and
-            parameters after it.
+            parameters after it. With ``model`` that is not compiled, also watch all operations of its forward pass: a
+            parameter that is read before its own module runs is an error, since without ``debug`` it may be read
+            before it is gathered.
     """
 
     model: torch.nn.Module | None = None

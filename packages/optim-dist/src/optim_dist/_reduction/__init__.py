@@ -6,5 +6,5 @@ What is where:
     peers meetings written_streams            ranks that copy from each other's memory, for ``transport="symm"``
     storage joined                            buckets; many tensors as one
     streamed rolling tree                     gradients that are not kept, and sums of all micro-batches in one tree
-    forward_gathers                           what the next forward pass waits for
+    forward_gathers early_reads               what the next forward pass waits for, and what it reads too early
 """

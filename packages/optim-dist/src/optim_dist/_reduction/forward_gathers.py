@@ -8,7 +8,8 @@ Hooks do not see a parameter that is used without the forward of a module that h
 model. Such a parameter has a gradient though none of its modules has run with gradients. The first step, before which
 nothing is in flight, finds such parameters; from then on every step waits for their buckets at its end. One that turns
 up later may have been read before its gather ended, and is an error. Not found is a parameter that is read before its
-module runs in the same pass.
+module runs in the same pass, unless every operation is watched (``watches_reads``, see ``early_reads``): then it is an
+error when its module begins.
 """
 
 from __future__ import annotations
@@ -19,19 +20,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from optim_dist._reduction.collectives import Communicator
+from optim_dist._reduction.early_reads import watch
 from optim_dist._reduction.storage import Member, ParameterBucket
 
 
 class ForwardGathers:
     """The hooks of one model on behalf of some buckets."""
 
-    def __init__(self, model: nn.Module, buckets: Sequence[ParameterBucket]) -> None:
+    def __init__(self, model: nn.Module, buckets: Sequence[ParameterBucket], *, watches_reads: bool = False) -> None:
         self._buckets = buckets
         self.in_flight = False
-        homes = {id(member.parameter): (bucket, member) for bucket, member in self._members()}
+        # those that were read in this pass before a module that holds them
+        self._early: set[int] = set()
+        self._homes = homes = {id(member.parameter): (bucket, member) for bucket, member in self._members()}
         self._handles: list[Any] = []
         # keyed by number of the module; hooks get at it only through self, so that a copy's hooks wait for nothing
         self._held: dict[int, list[tuple[ParameterBucket, Member]]] = {}
@@ -50,6 +54,9 @@ class ForwardGathers:
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
             self._handles.append(module.register_state_dict_pre_hook(self._before_state))
             self._handles.append(module.register_load_state_dict_pre_hook(self._before_state))
+        # a compiled module waits for all parameters inside, and what is compiled would be compiled anew under a mode
+        if watches_reads and not compiled:
+            self._handles += watch(model, self._before_read)
         hooked = {id(member) for held in self._held.values() for _, member in held}
         for bucket, member in self._members():
             if id(member) not in hooked:
@@ -73,6 +80,7 @@ class ForwardGathers:
                         )
                     bucket.waits_at_step = True
                 member.entered = False
+        self._early.clear()
         self.wait()
 
     def _members(self) -> Iterator[tuple[ParameterBucket, Member]]:
@@ -118,7 +126,7 @@ class ForwardGathers:
             handle.remove()
         self._handles.clear()
         # this object may outlive the buckets
-        self._buckets, self._held = (), {}
+        self._buckets, self._held, self._homes = (), {}, {}
         self.in_flight = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardGathers:
@@ -149,10 +157,28 @@ class ForwardGathers:
     def _enter(self, held: list[tuple[ParameterBucket, Member]]) -> None:
         if self.in_flight and not torch.is_grad_enabled():
             self.wait()
+        if self._early:
+            self._refuse_early(held)
         for bucket, member in held:
             # an evaluation does not tell how training uses a parameter
             member.entered |= torch.is_grad_enabled()
             bucket.finish_gathering()
+
+    def _before_read(self, tensor: Tensor) -> None:
+        bucket, member = self._homes.get(id(tensor), (None, None))
+        if bucket is not None and member is not None and not member.entered and not bucket.waits_at_step:
+            self._early.add(id(tensor))
+
+    def _refuse_early(self, held: list[tuple[ParameterBucket, Member]]) -> None:
+        for _, member in held:
+            if id(member.parameter) in self._early:
+                # the next pass may read it in time
+                self._early.clear()
+                raise RuntimeError(
+                    f"{member.name} has been read before the forward pass of its module, which begins now; without "
+                    "debug such a read may come before the parameter is gathered: call prefetch(module) or wait() "
+                    "before it, or build the optimizer with overlap=False"
+                )
 
     def _before_state(self, *arguments: Any) -> None:
         self.wait()
