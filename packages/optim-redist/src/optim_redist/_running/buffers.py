@@ -114,20 +114,20 @@ def buffers_of(messages: Sequence[Sequence[Part]], *, separate: bool, in_place: 
         if shared and tuple(parts) in known:
             spans.append(known[tuple(parts)])
             continue
-        span = span_of(parts) if in_place else None
+        span = _span_of(parts) if in_place else None
         if span is not None:
             spans.append(span)
             continue
         start = place
         for which, view in parts:
-            copies.append((which, view, (view[0], dense_strides(view[0]), place)))
+            copies.append((which, view, (view[0], _dense_strides(view[0]), place)))
             place += prod(view[0])
         spans.append(Span(None, start, place - start))
         known[tuple(parts)] = spans[-1]
     return Buffers(spans, copies, place)
 
 
-def span_of(parts: Sequence[Part]) -> Span | None:
+def _span_of(parts: Sequence[Part]) -> Span | None:
     """The one span that all parts together are, if they lie in one memory one after the other in this order."""
     if len({which for which, _ in parts}) != 1:
         return None
@@ -139,8 +139,7 @@ def span_of(parts: Sequence[Part]) -> Span | None:
     return Span(parts[0][0], start, end - start)
 
 
-def dense_strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
+def _dense_strides(sizes: Sequence[int]) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(sizes):
         strides.append(step)

@@ -24,13 +24,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from optim_redist._running.buffers import Part, buffers_of, dense_strides, span_of
+from optim_redist._methods.library import Collective, library_collective
+from optim_redist._running.buffers import Part, buffers_of
 from optim_redist._running.collectives import Team, Waitable
 from optim_redist._running.copies import Copies
 from optim_redist._running.rank_program import LOCAL, Message
 from optim_redist._running.views import FLAT
 from optim_redist.index_sets import aligned_runs
-from optim_redist.moves import FINISHED
 from optim_redist.problem import Problem
 
 # dtypes that NCCL adds and compares: it has no 16-bit integers, and torch gives it no 8-bit floats to reduce
@@ -55,6 +55,13 @@ def _is_faithful(ops: set[str], dtype: torch.dtype) -> bool:
     return not (ops & {"min", "max"} or ("avg" in ops and dtype == torch.float16))
 
 
+def _collective_on(problem: Problem, team: Team) -> Collective | None:
+    """The collective that does the whole redistribution, if its ranks are the whole team and the team has it."""
+    if not team.is_nccl or not team.is_whole or set(problem.src.mesh.ranks) != set(team.members):
+        return None
+    return library_collective(problem)
+
+
 @dataclass(frozen=True)
 class NativeReduction:
     """One collective in place of a stage.
@@ -74,11 +81,8 @@ class NativeReduction:
     @classmethod
     def of(cls, problem: Problem, team: Team, dtype: torch.dtype, rank: int) -> NativeReduction | None:
         """The collective that does the whole redistribution on this team, if there is one."""
-        everyone = set(team.members)
-        whole = problem.num_contributions == len(everyone) == len(problem.holders)
-        if not team.is_nccl or not team.is_whole or not whole or problem.started or dtype not in _REDUCED:
-            return None
-        if set(problem.src.mesh.ranks) != everyone or set(problem.dst.mesh.ranks) != everyone:
+        kind = _collective_on(problem, team)
+        if kind not in ("all_reduce", "reduce_scatter") or dtype not in _REDUCED:
             return None
         ops = {op for op, _ in problem.reduced}
         if dtype.is_floating_point and not _is_faithful(ops, dtype):
@@ -86,11 +90,8 @@ class NativeReduction:
         op = next(iter(ops - {"avg"}), "sum")
         scale = prod(count for name, count in problem.reduced if name == "avg") * problem.divisor
         parts = Message(LOCAL)
-        if problem.dst_replicas == len(everyone):
-            return cls("all_reduce", op, scale, parts)
-        sizes = {problem.num_needed(point) for point in problem.dst_points.values()}
-        if problem.dst_replicas != 1 or len(sizes) != 1 or not next(iter(sizes)):
-            return None
+        if kind == "all_reduce":
+            return cls(kind, op, scale, parts)
         for member in team.members:
             held, needed = problem.held(rank), problem.needed(member)
             assert held is not None, "every member contributes"
@@ -100,7 +101,7 @@ class NativeReduction:
                 return None
             for choice in product(*runs):
                 parts.add(tuple(piece[0] for piece in choice), "src", problem.contribution[rank])
-        return cls("reduce_scatter", op, scale, parts)
+        return cls(kind, op, scale, parts)
 
     def start(self, x: Tensor, target: Tensor, team: Team) -> tuple[Waitable | None, Tensor]:
         """Start the collective into a contiguous target; returns its work, and the buffer to keep until it is done."""
@@ -130,26 +131,9 @@ class NativeGather:
     @classmethod
     def of(cls, problem: Problem, team: Team) -> NativeGather | None:
         """The all-gather that does the whole redistribution on this team, if it does."""
-        everyone = set(team.members)
-        if not team.is_nccl or not team.is_whole or problem.num_contributions > 1 or problem.started:
-            return None
-        if set(problem.src.mesh.ranks) != everyone or set(problem.dst.mesh.ranks) != everyone:
-            return None
-        if problem.src_replicas != 1 or problem.dst_replicas != len(everyone):
-            return None
-        rows = dense_strides(problem.shape)
-        size = problem.num_elements // len(everyone)
-        for number, member in enumerate(team.members):
-            held, needed = problem.held(member), problem.needed(member)
-            assert held is not None, "every member holds a part"
-            assert needed is not None, "every member needs all of it"
-            place = Message(LOCAL)
-            runs = [aligned_runs(part, whole) for part, whole in zip(held, needed)]
-            for choice in product(*runs):
-                place.add(tuple(piece[0] for piece in choice), "dst", FINISHED)
-            if span_of([("dst", view) for view in place.views(rows)]) != ("dst", number * size, size):
-                return None
-        return cls()
+        # the parts are gathered in the order of the members
+        in_order = team.members == tuple(sorted(team.members))
+        return cls() if in_order and _collective_on(problem, team) == "all_gather" else None
 
     def start(self, x: Tensor, target: Tensor, team: Team) -> tuple[Waitable | None, Tensor]:
         """Start the collective into a contiguous target; returns its work, and the buffer to keep until it is done."""
