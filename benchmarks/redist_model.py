@@ -164,10 +164,14 @@ def figures(rows: Sequence[Measured]) -> list[dict[str, Any]]:
     return [*found, {"MiB": "all", **judged(rows)}]
 
 
+def _named(name: str) -> CommModel:
+    return CommModel.load(name) if Path(name).exists() else CommModel.preset(name)
+
+
 def _model(name: str | None, seconds: float) -> CommModel:
     """The model named, or that of a calibration, rank 0's on every rank."""
     if name is not None:
-        return CommModel.load(name) if Path(name).exists() else CommModel.preset(name)
+        return _named(name)
     boxed = [calibrate(seconds=seconds, out=None)]
     dist.broadcast_object_list(boxed)
     return boxed[0]
@@ -189,6 +193,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=count, default=4, help="gloo ranks where torchrun has started none")
     parser.add_argument("--json", type=Path, help="write the figures and all plans to this file")
     options = parser.parse_args(arguments)
+    if int(os.environ.get("WORLD_SIZE", options.ranks)) < 2:
+        parser.error("one rank exchanges nothing: start two or more")
+    if options.model is not None:
+        try:
+            _named(options.model)
+        except RedistError as problem:
+            parser.error(f"--model: {problem}")
     if "RANK" in os.environ:
         device = start_ranks()
         sizes = options.sizes or [2**16, 2**20, 2**23, 2**26, 2**29] if device.type == "cuda" else [2**16, 2**20]

@@ -55,3 +55,14 @@ def test_plans_are_measured_on_gloo_ranks(tmp_path: Path, capsys: pytest.Capture
     assert all(row["measured"] > 0 for row in plans)
     # one plan is chosen of every redistribution
     assert sum(row["chosen"] for row in plans) == len({(row["src"], row["dst"]) for row in plans})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [(["--ranks", "1"], "one rank exchanges nothing"), (["--model", "h100"], "presets are")],
+    ids=["one rank", "unknown model"],
+)
+def test_what_cannot_be_measured_is_refused(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        redist_model.main(options)
+    assert words in capsys.readouterr().err

@@ -508,6 +508,7 @@ def test_a_plan_that_somebody_damaged(capsys, tmp_path):
         ({"topology": {}}, "model.json is damaged: KeyError: 'levels'"),
         ({"format": "optim-redist.model/2"}, "expected a cost model of format optim-redist.model/1"),
         ({"pack_bandwidth": 0}, "a cost model has a bandwidth above 0 bytes per second, got 0"),
+        ({"has_library": "no"}, "has_library is True or False, got 'no'"),
         ({"call_seconds": "1"}, "a cost model has a latency of 0 seconds or more, got '1'"),
         ({"curves": {"all_to_all": [[0, 1e-6], [1, 1e-6]]}}, "the curve of all_to_all is (bytes, seconds) above 0"),
         ({"curves": {"all_to_all": [[2, 1e-6], [1, 1e-6]]}}, "bytes ascending"),

@@ -209,6 +209,8 @@ class CommModel:
 
     def __post_init__(self) -> None:
         _check_rates("a cost model", self.pack_bandwidth, self.call_seconds)
+        if not isinstance(self.has_library, bool):
+            raise RedistError(f"has_library is True or False, got {self.has_library!r}")
         for op, curve in self.curves.items():
             positive = all(num_bytes > 0 and seconds > 0 for num_bytes, seconds in curve)
             if not positive or any(a[0] > b[0] for a, b in pairwise(curve)):
