@@ -19,7 +19,7 @@ from dist_cases import BACKENDS, assert_equal, assert_same_state, device_of, nor
 from torch import nn
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint
-from optim_dist._checkpoint import reshard
+from optim_dist._checkpoint import loading, reshard
 from optim_utils.param_groups import MatrixView
 from optim_utils.testing import RankFailure, run_ranks
 
@@ -140,8 +140,8 @@ def test_loads_bitwise_at_every_pair_of_world_sizes(checkpoints):
 
 
 def load_each_in_parts(rank, world_size, folder, saved_sizes):
-    checkpoint.ROOM = 40  # bytes: of most parameters there are several parts
-    with mock.patch.object(checkpoint, "in_batches", wraps=reshard.in_batches) as batches:
+    loading.ROOM = 40  # bytes: of most parameters there are several parts
+    with mock.patch.object(loading, "in_batches", wraps=reshard.in_batches) as batches:
         found = load_each(rank, world_size, folder, saved_sizes)
     assert all(len(list(reshard.in_batches(*call.args))) > 10 for call in batches.call_args_list)
     return found
@@ -178,7 +178,7 @@ def memory_to_load(rank, world_size, folder):
     """How much more memory there was than before, at most, in bytes for each of a parameter."""
     model, optimizer = build_large()
     optimizer.gather_parameters = lambda: None  # into memory of gloo's own, as in every step
-    checkpoint.ROOM = 2**20
+    loading.ROOM = 2**20
     gc.collect()
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)  # else memory that is free, but still the process's, is used again and not seen

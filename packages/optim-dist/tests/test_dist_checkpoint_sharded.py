@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from optim_dist import TritonDistMuonAdamW, checkpoint, elastic
+from optim_dist._checkpoint import loading
 from optim_utils.testing import RankFailure, run_ranks
 
 PLAIN, FSDP, HSDP, TP, BOTH = "plain", "fsdp", "hsdp", "tp", "fsdp and tp"
@@ -109,7 +110,7 @@ def load_each(rank, world_size, folder, names):
 
 
 def load_each_in_parts(*args):
-    checkpoint.ROOM = 40  # bytes: of most parameters there are several parts
+    loading.ROOM = 40  # bytes: of most parameters there are several parts
     return load_each(*args)
 
 

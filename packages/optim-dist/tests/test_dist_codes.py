@@ -33,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from optim_dist import TritonDistAdamW, TritonDistMuonAdamW, checkpoint, make_plan
-from optim_dist._checkpoint import codes
+from optim_dist._checkpoint import codes, loading
 from optim_kernels import TritonAdamW
 from optim_utils import attach_state_dict_hooks
 from optim_utils.low_bit import CUBIC8, QUINTIC8_UNSIGNED, LowBitTensor
@@ -405,7 +405,7 @@ def save(rank, world_size, folder):
 
 
 def load(rank, world_size, folder):
-    checkpoint.ROOM = 1000  # bytes: of most parameters there are several parts
+    loading.ROOM = 1000  # bytes: of most parameters there are several parts
     outcome = []
     for how in ("ours", "dcp"):
         net, optimizer = build()
@@ -488,7 +488,7 @@ def test_checkpoints_hold_codes(backend, tmp_path):
 
 def from_and_to_shards(rank, world_size, folder):
     """Over DTensors states are numbers; in buckets they become codes, the same ones on the way back."""
-    checkpoint.ROOM = 1000  # bytes: parts begin and end within blocks
+    loading.ROOM = 1000  # bytes: parts begin and end within blocks
     options = {"has_across": False}
     net, optimizer = build(**options)
     steps(net, optimizer, range(2))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint
-from optim_dist._checkpoint import manifest
+from optim_dist._checkpoint import loading, manifest
 from optim_utils.testing import RankFailure, run_ranks
 
 
@@ -404,7 +404,7 @@ def fail_at_the_end_of_load(rank, world_size, folder):
     checkpoint.save(f"{folder}/x", None, optimizer)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(checkpoint, "load_rest", boom)
+            patch.setattr(loading, "load_rest", boom)
         with pytest.raises((Boom, RuntimeError)) as raised:
             checkpoint.load(f"{folder}/x", None, optimizer)
     with pytest.raises(RuntimeError, match=r"checkpoint.load\(\) failed \(.*\) on this rank"):

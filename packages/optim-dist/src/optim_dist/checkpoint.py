@@ -15,42 +15,23 @@ Nothing is unpickled beyond tensors and plain values (``weights_only=True``).
 from __future__ import annotations
 
 import errno
-import io
 import os
-import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from optim_dist._checkpoint import background, nanochat
+from optim_dist._checkpoint import loading, nanochat
 from optim_dist._checkpoint import manifest as manifests
 from optim_dist._checkpoint import saving as saves
 from optim_dist._checkpoint.background import Saving
-from optim_dist._checkpoint.codes import decode_where_cut
-from optim_dist._checkpoint.contents import (
-    compare_groups,
-    compare_rest,
-    differently_frozen,
-    load_groups,
-    load_rest,
-    named_specs,
-    pieces_of,
-    rest_of_model,
-)
-from optim_dist._checkpoint.faults import described
-from optim_dist._checkpoint.manifest import CheckpointError, Manifest, SavedParameter
+from optim_dist._checkpoint.faults import Problems
+from optim_dist._checkpoint.manifest import CheckpointError
 from optim_dist._checkpoint.removal import all_but_the_newest
-from optim_dist._checkpoint.reshard import ROOM, exchange, in_batches, streams
-from optim_dist._checkpoint.restoring import Restoring
-from optim_dist._checkpoint.surveying import survey
 from optim_dist._checkpoint.writing import LATEST
 from optim_dist._optimizers.base import DistOptimizer
-from optim_dist.plan import ParameterSpec
 from optim_kernels.adamw_groups import out_of_inference_mode
 
 __all__ = ["CheckpointError", "Saving", "from_nanochat", "latest", "load", "load_nanochat", "save"]
@@ -58,9 +39,6 @@ __all__ = ["CheckpointError", "Saving", "from_nanochat", "latest", "load", "load
 Path_ = str | os.PathLike[str]
 
 Found = TypeVar("Found")
-
-# Files of a checkpoint that a rank checks at the same time, a thread each.
-NUM_VERIFIED = 4
 
 # Errors of the system for names behind which there is no file.
 _NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
@@ -160,75 +138,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
         CheckpointError: on every rank, before anything is written, with everything that does not fit.
     """
     _check_arguments(path, model, opt)
-    opt.check_open()
-    opt.communicator.check_ranks()
-    background.wait_for_last()  # which may be the one to load
-    folder, communicator = Path(path), opt.communicator
-    rest: dict[str, Any] = {}
-    specs: list[ParameterSpec] = []
-    contents: dict[int, dict[str, dict[str, Any]]] = {}  # as ``codes.PartsByFile``
-    common: dict[str, Any] = {}
-    saved: list[SavedParameter] = []
-    cause: Exception | None = None
-    opt.wait()  # gathers in flight would overwrite what is loaded
-    surveyed = survey(folder, communicator)
-    manifest, problems = surveyed.manifest, [*surveyed.problems]
-    damaged: dict[str, list[str]] = {}
-    try:
-        if manifest is not None:
-            damaged = _damaged(folder, surveyed.read_by(communicator.rank), manifest)
-    except Exception as error:  # of any kind: the other ranks wait for what this one has found
-        problems.append(described(communicator.rank, error))
-        cause = error
-    surveyed, lost = surveyed.without_damaged(folder, damaged, communicator)
-    problems += lost
-    try:
-        sent = surveyed.common_file(folder, communicator)
-        rest, specs = rest_of_model(model, opt), named_specs(opt, model)
-        if manifest is not None:
-            if surveyed.common_readers:
-                common = _read(folder, manifests.COMMON, sent=sent)
-            saved_rest = common.get("model", {})
-            differing = differently_frozen(manifest, specs, saved_rest, rest)
-            problems += differing.values()
-            problems += manifests.compare(manifest, specs, but=differing)
-            if surveyed.common_readers:
-                problems += compare_rest(saved_rest, rest, but=differing)
-                # checkpoints of version 0.3 have no members
-                problems += compare_groups(common["groups"], common.get("members", {}), opt, specs)
-            for saved_rank in (number for number, reader in enumerate(surveyed.readers) if reader == communicator.rank):
-                # mapped, not read into memory, which may have room only for this rank's part
-                contents[saved_rank] = _read(folder, manifests.rank_file(saved_rank), mmap=True)
-                problems += _compare_contents(contents[saved_rank], saved_rank, manifest)
-            if not problems:
-                saved = decode_where_cut(manifest.parameters, specs, contents)
-    except Exception as error:  # of any kind: the other ranks wait for what this one has found
-        problems += error.problems if isinstance(error, CheckpointError) else [described(communicator.rank, error)]
-        cause = error
-    every = communicator.gather_json(problems)
-    if any(every):
-        raise CheckpointError(folder, list(dict.fromkeys(problem for rank in every for problem in rank))) from cause
-    assert manifest is not None, "to have none is a problem"
-    index = {spec.name: place for place, spec in enumerate(specs)}
-    with opt.begun_together("checkpoint.load()"), torch.no_grad():
-        load_groups(opt, common["groups"])
-        restoring = Restoring(opt, specs, {entry.name: entry for entry in saved})
-        for batch in in_batches(streams(saved, surveyed.readers, lambda name: pieces_of(opt, index[name])), ROOM):
-            restoring.put(
-                exchange(
-                    batch,
-                    lambda file, name, key: contents[file][name][key],
-                    communicator.rank,
-                    communicator.ranks,
-                    communicator.group,
-                    communicator.device,
-                )
-            )
-            restoring.end_batch(batch)
-        restoring.finish()
-        load_rest(model, rest, common["model"])
-        communicator.barrier()  # no rank goes on before all have loaded
-    return common["extra"]
+    return loading.load(Path(path), model, opt)
 
 
 def from_nanochat(
@@ -264,20 +174,14 @@ def load_nanochat(files: Iterable[Path_], opt: DistOptimizer, *, index: int | No
     views = {id(entry.parameter): entry.view for entry in opt.entries}
     groups = [{**group, "views": [views.get(id(p)) for p in group["params"]]} for group in opt.param_groups]
     state: dict[str, Any] = {}
-    problems: list[str] = []
-    cause: Exception | None = None
-    try:
+    problems = Problems(opt.communicator.rank)
+    with problems.noted():
         given = nanochat.paths_of(files)
         state = from_nanochat(given, groups, index=index)
-    except Exception as error:  # of any kind: the other ranks wait for what this one has found
-        problems += error.problems if isinstance(error, CheckpointError) else [described(opt.communicator.rank, error)]
-        cause = error
-    found, names = zip(*opt.communicator.gather_json([problems, sorted(file.name for file in given)]))
+    found, names = zip(*opt.communicator.gather_json([problems.found, sorted(file.name for file in given)]))
     if any(theirs != names[0] for theirs in names):
         found += ([f"ranks were given different files: {' and '.join(map(str, names))}"],)
-    if any(found):
-        where = given[0].parent if given else Path()
-        raise CheckpointError(where, list(dict.fromkeys(problem for rank in found for problem in rank))) from cause
+    problems.raise_with(found, given[0].parent if given else Path())
     with opt.begun_together("checkpoint.load_nanochat()"):
         opt.load_full_state_dict(state)
 
@@ -335,33 +239,3 @@ def _if_there(look: Callable[[], Found]) -> Found | None:
         if error.errno in _NOT_THERE:
             return None
         raise
-
-
-def _damaged(folder: Path, names: Sequence[str], manifest: Manifest) -> dict[str, list[str]]:
-    """What is wrong with damaged files, keyed by name."""
-    with ThreadPoolExecutor(NUM_VERIFIED) as pool:
-        found = pool.map(lambda name: manifests.verify_file(folder, name, manifest), names)
-        return {name: faults for name, faults in zip(names, found) if faults}
-
-
-def _read(folder: Path, name: str, *, sent: io.BytesIO | None = None, mmap: bool = False) -> Any:
-    """The content of a file, or of ``sent`` if another rank has sent it; with ``mmap`` it is not read into memory."""
-    try:
-        return torch.load(sent or folder / name, map_location="cpu", weights_only=True, mmap=mmap)
-    except (OSError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise CheckpointError(folder, [f"{name}: {error}"]) from error
-
-
-def _compare_contents(content: dict[str, dict[str, Tensor]], saved_rank: int, manifest: Manifest) -> list[str]:
-    """Where tensors in a rank's file have another shape or dtype than the manifest says; empty if none has."""
-    problems = []
-    for stream in streams(manifest.parameters, [0] * manifest.world_size):
-        for name, part in stream.own("before", 0):
-            if part.file != saved_rank:
-                continue
-            tensor = content.get(name, {}).get(stream.key)
-            found = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-            expected = ((part.stop - part.start,), stream.dtype)
-            if found != expected:
-                problems.append(f"{manifests.rank_file(saved_rank)}: {name}.{stream.key} is {found}, not {expected}")
-    return problems

@@ -1,0 +1,181 @@
+"""From the files of a checkpoint into model and optimizer, at any number of ranks.
+
+    1. survey     which rank reads which file, and whether sizes and digests are right
+    2. read       what is in the files, and how it differs from model and optimizer
+    3. exchange   saved pieces go to the ranks that own them now, a batch at a time
+
+Whatever 1 and 2 find wrong on any rank is one error on every rank, before 3 writes anything.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optim_dist._checkpoint import background
+from optim_dist._checkpoint import manifest as manifests
+from optim_dist._checkpoint.codes import decode_where_cut
+from optim_dist._checkpoint.contents import (
+    compare_groups,
+    compare_rest,
+    differently_frozen,
+    load_groups,
+    load_rest,
+    named_specs,
+    pieces_of,
+    rest_of_model,
+)
+from optim_dist._checkpoint.faults import Problems
+from optim_dist._checkpoint.manifest import CheckpointError, Manifest, SavedParameter
+from optim_dist._checkpoint.reshard import ROOM, exchange, in_batches, streams
+from optim_dist._checkpoint.restoring import Restoring
+from optim_dist._checkpoint.surveying import Survey, survey
+from optim_dist._optimizers.base import DistOptimizer
+from optim_dist._reduction.collectives import Communicator
+from optim_dist.plan import ParameterSpec
+
+# Files of a checkpoint that a rank checks at the same time, a thread each.
+NUM_VERIFIED = 4
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What this rank has read, and what it is to be loaded into.
+
+    Attributes:
+        common: the content of the common file.
+        files: the contents of the rank files that this rank reads, as ``codes.PartsByFile``.
+        saved: all saved parameters, as they come out of the files.
+        rest: the model's own buffers and frozen parameters.
+        specs: the parameters of this run, under the names of the model.
+    """
+
+    common: Mapping[str, Any]
+    files: Mapping[int, dict[str, dict[str, Any]]]
+    saved: Sequence[SavedParameter]
+    rest: Mapping[str, Any]
+    specs: Sequence[ParameterSpec]
+
+
+def load(folder: Path, model: nn.Module | None, opt: DistOptimizer) -> Any:
+    """Load a checkpoint, and return its ``extra``; collective.
+
+    Raises:
+        CheckpointError: on every rank, before anything is written, with everything that does not fit.
+    """
+    communicator = opt.communicator
+    opt.check_open()
+    communicator.check_ranks()
+    background.wait_for_last()  # which may be the one to load
+    opt.wait()  # gathers in flight would overwrite what is loaded
+    problems = Problems(communicator.rank)
+    surveyed = _surveyed(folder, communicator, problems)
+    contents: Contents | None = None
+    with problems.noted():
+        contents = _read_all(folder, surveyed, model, opt, problems)
+    problems.raise_with(communicator.gather_json(problems.found), folder)
+    assert contents is not None, "to have none is a problem"
+    with opt.begun_together("checkpoint.load()"), torch.no_grad():
+        load_groups(opt, contents.common["groups"])
+        _exchange(contents, surveyed.readers, opt)
+        load_rest(model, contents.rest, contents.common["model"])
+        communicator.barrier()  # no rank goes on before all have loaded
+    return contents.common["extra"]
+
+
+def _surveyed(folder: Path, communicator: Communicator, problems: Problems) -> Survey:
+    """Which rank reads which file, none of which is damaged unless ``problems`` say so; collective."""
+    surveyed = survey(folder, communicator)
+    problems.found += surveyed.problems
+    damaged: dict[str, list[str]] = {}
+    with problems.noted():
+        if surveyed.manifest is not None:
+            damaged = _damaged(folder, surveyed.read_by(communicator.rank), surveyed.manifest)
+    surveyed, lost = surveyed.without_damaged(folder, damaged, communicator)
+    problems.found += lost
+    return surveyed
+
+
+def _damaged(folder: Path, names: Sequence[str], manifest: Manifest) -> dict[str, list[str]]:
+    """What is wrong with damaged files, keyed by name."""
+    with ThreadPoolExecutor(NUM_VERIFIED) as pool:
+        found = pool.map(lambda name: manifests.verify_file(folder, name, manifest), names)
+        return {name: faults for name, faults in zip(names, found) if faults}
+
+
+def _read_all(
+    folder: Path, surveyed: Survey, model: nn.Module | None, opt: DistOptimizer, problems: Problems
+) -> Contents | None:
+    """Read this rank's files, and add to ``problems`` what does not fit; None if there is no manifest. Collective."""
+    communicator, manifest, found = opt.communicator, surveyed.manifest, problems.found
+    sent = surveyed.common_file(folder, communicator)
+    rest, specs = rest_of_model(model, opt), named_specs(opt, model)
+    if manifest is None:
+        return None
+    common: dict[str, Any] = _read(folder, manifests.COMMON, sent=sent) if surveyed.common_readers else {}
+    saved_rest = common.get("model", {})
+    differing = differently_frozen(manifest, specs, saved_rest, rest)
+    found += differing.values()
+    found += manifests.compare(manifest, specs, but=differing)
+    if surveyed.common_readers:
+        found += compare_rest(saved_rest, rest, but=differing)
+        # checkpoints of version 0.3 have no members
+        found += compare_groups(common["groups"], common.get("members", {}), opt, specs)
+    files: dict[int, dict[str, dict[str, Any]]] = {}
+    for saved_rank in (number for number, reader in enumerate(surveyed.readers) if reader == communicator.rank):
+        # mapped, not read into memory, which may have room only for this rank's part
+        files[saved_rank] = _read(folder, manifests.rank_file(saved_rank), mmap=True)
+        found += _compare_file(files[saved_rank], saved_rank, manifest)
+    saved = [] if found else decode_where_cut(manifest.parameters, specs, files)
+    return Contents(common, files, saved, rest, specs)
+
+
+def _read(folder: Path, name: str, *, sent: io.BytesIO | None = None, mmap: bool = False) -> Any:
+    """The content of a file, or of ``sent`` if another rank has sent it; with ``mmap`` it is not read into memory."""
+    try:
+        return torch.load(sent or folder / name, map_location="cpu", weights_only=True, mmap=mmap)
+    except (OSError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise CheckpointError(folder, [f"{name}: {error}"]) from error
+
+
+def _compare_file(content: dict[str, dict[str, Tensor]], saved_rank: int, manifest: Manifest) -> list[str]:
+    """Where tensors in a rank's file have another shape or dtype than the manifest says; empty if none has."""
+    problems = []
+    for stream in streams(manifest.parameters, [0] * manifest.world_size):
+        for name, part in stream.own("before", 0):
+            if part.file != saved_rank:
+                continue
+            tensor = content.get(name, {}).get(stream.key)
+            found = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+            expected = ((part.stop - part.start,), stream.dtype)
+            if found != expected:
+                problems.append(f"{manifests.rank_file(saved_rank)}: {name}.{stream.key} is {found}, not {expected}")
+    return problems
+
+
+def _exchange(contents: Contents, readers: Sequence[int], opt: DistOptimizer) -> None:
+    """Bring parameters and their state to the ranks that own them now; ``readers`` of each saved rank's file."""
+    communicator = opt.communicator
+    index = {spec.name: place for place, spec in enumerate(contents.specs)}
+    restoring = Restoring(opt, contents.specs, {entry.name: entry for entry in contents.saved})
+    for batch in in_batches(streams(contents.saved, readers, lambda name: pieces_of(opt, index[name])), ROOM):
+        restoring.put(
+            exchange(
+                batch,
+                lambda file, name, key: contents.files[file][name][key],
+                communicator.rank,
+                communicator.ranks,
+                communicator.group,
+                communicator.device,
+            )
+        )
+        restoring.end_batch(batch)
+    restoring.finish()
