@@ -47,13 +47,38 @@ def explain(
         remarks: on the groups, a line each.
     """
     data = describe_plan(plan)
-    data["multipliers"] = {name: dict(zip(ATTRIBUTES, pair)) for name, pair in multipliers.items()}
     if buckets:
         data["memory_bytes"] = plan.nbytes + gradient_bytes
         if options.is_streamed:
             num_reduced = options.accumulation_steps or 1
             data["wire_bytes"] += (num_reduced - 1) * sum(bucket.reduce_bytes for bucket in plan.buckets)
-    data["sharded"] = [
+    data |= {
+        "multipliers": {name: dict(zip(ATTRIBUTES, pair)) for name, pair in multipliers.items()},
+        "sharded": _described_sharded(plan, owners, plain_torch_reasons),
+        "rank": communicator.rank,
+        "state_bytes": state_bytes,
+        "bytes_sent": communicator.bytes_sent,
+        "gradients_copied": sum(bucket.num_copied for bucket in buckets),
+        "deterministic": options.deterministic,
+        "order": options.order,
+        "reducer": options.reducer if plan.world_size > 1 else None,
+        "transport": options.transport if plan.world_size > 1 else None,
+        "remarks": list(remarks),
+        "phases": phases(plan, options, communicator),
+    }
+    unseen = [number for number, bucket in enumerate(buckets) if bucket.waits_at_step]
+    if unseen:
+        data["phases"]["gather under forward"] += (
+            f"; not of buckets {', '.join(map(str, unseen))}, where parameters are used without their module's forward"
+        )
+    return Explanation("\n".join(_lines(plan, options, data)), data)
+
+
+def _described_sharded(
+    plan: Plan, owners: Mapping[int, int], plain_torch_reasons: Mapping[int, str]
+) -> list[dict[str, Any]]:
+    """The DTensors as plain values; the arguments are those of ``explain``."""
+    return [
         {
             **_described(spec),
             "sharding": spec.sharding,
@@ -63,29 +88,18 @@ def explain(
         for index, spec in enumerate(plan.parameters)
         if spec.sharding
     ]
-    data["rank"] = communicator.rank
-    data["state_bytes"] = state_bytes
-    data["bytes_sent"] = communicator.bytes_sent
-    data["gradients_copied"] = sum(bucket.num_copied for bucket in buckets)
-    data["deterministic"] = options.deterministic
-    data["order"] = options.order
-    data["reducer"] = options.reducer if plan.world_size > 1 else None
-    data["transport"] = options.transport if plan.world_size > 1 else None
-    data["remarks"] = list(remarks)
-    data["phases"] = phases(plan, options, communicator)
-    unseen = [number for number, bucket in enumerate(buckets) if bucket.waits_at_step]
-    if unseen:
-        data["phases"]["gather under forward"] += (
-            f"; not of buckets {', '.join(map(str, unseen))}, where parameters are used without their module's forward"
-        )
+
+
+def _lines(plan: Plan, options: Options, data: dict[str, Any]) -> list[str]:
+    """What ``explain`` says, in lines."""
     lines = [plan_text(plan, data), ""]
     if data["sharded"]:
         lines += [*_sharded_table(data["sharded"]), "", *_plain_lines(data["sharded"])]
-    if multipliers:
-        rows = [(name, *map(str, pair)) for name, pair in multipliers.items()]
+    if data["multipliers"]:
+        rows = [(name, *map(str, factors.values())) for name, factors in data["multipliers"].items()]
         lines += [*_table(("multiplied of the group's", *ATTRIBUTES.values()), rows), ""]
-    if remarks:
-        lines += [*remarks, ""]
+    if data["remarks"]:
+        lines += [*data["remarks"], ""]
     lines += [f"{phase}: {reason}" for phase, reason in data["phases"].items()]
     if options.deterministic:
         lines.append("deterministic: tiles of Muon's kernels are chosen by the shape of each matrix alone")
@@ -96,12 +110,12 @@ def explain(
             "transport: buckets travel by copies between the memories of ranks"
             + ("; gradients, which are given up under backward, by the process group" if options.is_streamed else "")
         )
-    lines.append(f"states on this rank: {state_bytes:,} bytes")
-    lines.append(
+    return [
+        *lines,
+        f"states on this rank: {data['state_bytes']:,} bytes",
         f"since construction this rank sent {data['bytes_sent']:,} bytes and copied {data['gradients_copied']} "
-        "gradients that were found outside their bucket"
-    )
-    return Explanation("\n".join(lines), data)
+        "gradients that were found outside their bucket",
+    ]
 
 
 def _sharded_table(sharded: Sequence[dict[str, Any]]) -> list[str]:
