@@ -218,28 +218,38 @@ def _whole(parts: Sequence[Tensor], shape: tuple[int, ...], name: str, problems:
 
 
 def _merged_muon(by_rank: Sequence[Sequence[State]], listed: Sequence[_Listed], problems: list[str]) -> list[State]:
-    nothing: list[State] = [{} for _ in listed]
     if not any(state for rank in by_rank for state in rank):
-        return nothing
+        return [{} for _ in listed]  # no parameter had a gradient
     stacks = [rank[0] for rank in by_rank]
+    if any(MOMENTUM in state and state[MOMENTUM].ndim == len(listed[0].shape) + 1 for state in stacks):
+        return _merged_stacks(stacks, listed, problems)
+    return _merged_single(by_rank, listed, problems)
+
+
+def _merged_stacks(stacks: Sequence[State], listed: Sequence[_Listed], problems: list[str]) -> list[State]:
+    """Each rank's stack of matrices of one shape, taken apart; empty states, and a problem, if they do not fit."""
+    nothing: list[State] = [{} for _ in listed]
     shapes = [each.shape for each in listed]
-    if any(MOMENTUM in state and state[MOMENTUM].ndim == len(shapes[0]) + 1 for state in stacks):
-        if len(set(shapes)) > 1:
-            problems.append(f"the group of {listed[0].name}: saved as one stack, this run has shapes {_text(shapes)}")
+    if len(set(shapes)) > 1:
+        problems.append(f"the group of {listed[0].name}: saved as one stack, this run has shapes {_text(shapes)}")
+        return nothing
+    chunk = -(-len(listed) // len(stacks))
+    wanted = {MOMENTUM: (chunk, *shapes[0]), SECOND: (chunk, *listed[0].second)}
+    keys = sorted({key for state in stacks for key in state} & wanted.keys())
+    for key in keys:
+        found = [tuple(state[key].shape) if key in state else () for state in stacks]
+        if found != [wanted[key]] * len(stacks):
+            problems.append(
+                f"the group of {listed[0].name}: {key} has shape {_text(found)}, but {len(listed)} matrices over "
+                f"{len(stacks)} ranks have {wanted[key]} on each; give the file of every rank"
+            )
             return nothing
-        chunk = -(-len(listed) // len(by_rank))
-        wanted = {MOMENTUM: (chunk, *shapes[0]), SECOND: (chunk, *listed[0].second)}
-        keys = sorted({key for state in stacks for key in state} & wanted.keys())
-        for key in keys:
-            found = [tuple(state[key].shape) if key in state else () for state in stacks]
-            if found != [wanted[key]] * len(stacks):
-                problems.append(
-                    f"the group of {listed[0].name}: {key} has shape {_text(found)}, but {len(listed)} matrices over "
-                    f"{len(stacks)} ranks have {wanted[key]} on each; give the file of every rank"
-                )
-                return nothing
-        owners = [divmod(place, chunk) for place in range(len(listed))]
-        return [{key: _second_in_fp32(key, stacks[rank][key][row]) for key in keys} for rank, row in owners]
+    owners = [divmod(place, chunk) for place in range(len(listed))]
+    return [{key: _second_in_fp32(key, stacks[rank][key][row]) for key in keys} for rank, row in owners]
+
+
+def _merged_single(by_rank: Sequence[Sequence[State]], listed: Sequence[_Listed], problems: list[str]) -> list[State]:
+    """The state of each matrix, which one rank has; a problem where none has it, several have, or it does not fit."""
     merged: list[State] = []
     for place, (name, shape, second) in enumerate(listed):
         states = [rank[place] for rank in by_rank if rank[place]]
