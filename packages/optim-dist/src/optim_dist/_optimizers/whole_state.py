@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,13 +47,21 @@ def full_state_dict(
         else:
             whole = {}
             for key, (dtype, shape) in described[plan.ranges(index)[0].rank].get(str(index), {}).items():
-                part, kind = mine.get(index, {}).get(key), getattr(torch, dtype)
-                whole[key] = _broadcast(part, plan, index, shape, kind, communicator, to_chunk, key in ELEMENTWISE_KEYS)
+                kind = _Kind(getattr(torch, dtype), shape, key in ELEMENTWISE_KEYS)
+                whole[key] = _broadcast(mine.get(index, {}).get(key), kind, plan, index, communicator, to_chunk)
         if whole and communicator.rank == to_chunk:
             states[numbers[id(entry.parameter)]] = whole
     full = {"state": states, "param_groups": groups}
     make_groups_plain(full)
     return full if communicator.rank == to_chunk else {}
+
+
+class _Kind(NamedTuple):
+    """What a state tensor is like; ``lies_alike``: whether the whole tensor has the strides of its parameter."""
+
+    dtype: torch.dtype
+    shape: Sequence[int]  # of the first owner's tensor: of its piece, or the whole
+    lies_alike: bool
 
 
 def _described(state: dict[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
@@ -62,25 +70,18 @@ def _described(state: dict[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
 
 
 def _broadcast(
-    mine: Tensor | None,
-    plan: Plan,
-    index: int,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    communicator: Communicator,
-    to_chunk: int,
-    lies_alike: bool,
+    mine: Tensor | None, kind: _Kind, plan: Plan, index: int, communicator: Communicator, to_chunk: int
 ) -> Tensor | None:
     """A whole state tensor on the CPU of the owner of ``to_chunk``, each piece from its owner; None elsewhere.
 
-    ``mine`` is this rank's piece; ``lies_alike`` says whether the result has the parameter's strides.
+    ``mine`` is this rank's piece of it; ``index`` says of which parameter it is.
     """
     spec, pieces = plan.parameters[index], plan.ranges(index)
-    in_pieces = spec.route == "adamw" and bool(shape) and plan.world_size > 1
+    in_pieces = spec.route == "adamw" and bool(kind.shape) and plan.world_size > 1
     parts = []
     for piece in pieces if in_pieces else pieces[:1]:
-        numel = piece.stop - piece.start if in_pieces else prod(shape)
-        part = torch.empty(numel, dtype=dtype, device=communicator.device)
+        numel = piece.stop - piece.start if in_pieces else prod(kind.shape)
+        part = torch.empty(numel, dtype=kind.dtype, device=communicator.device)
         if piece.rank == communicator.rank:
             assert mine is not None, "owners have what they described"
             # parts are in their parameter's memory order, whole tensors have the strides they were made or loaded with
@@ -94,8 +95,8 @@ def _broadcast(
     value = torch.cat(parts)
     if in_pieces:
         return value.as_strided(spec.shape, spec.stride)
-    value = value.view(shape)
-    return value.new_empty_strided(spec.shape, spec.stride).copy_(value) if lies_alike else value
+    value = value.view(kind.shape)
+    return value.new_empty_strided(spec.shape, spec.stride).copy_(value) if kind.lies_alike else value
 
 
 def on_one_rank(value: Tensor, layout: Layout, communicator: Communicator, to_chunk: int = 0) -> Tensor | None:
