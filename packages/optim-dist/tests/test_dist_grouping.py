@@ -15,9 +15,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optim_dist import TritonDistMuon
-from optim_dist._muon.halves import apply_updates, momenta
 from optim_dist._muon.launches import Momenta, Updates
 from optim_dist._muon.owner import Owner, WholeMatrix, room_for
+from optim_dist._muon.plain_torch import apply_updates, momenta
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.shards import Item, StepContext, make_shard
 from optim_dist._reduction.joined import Joined, alike

@@ -1,4 +1,4 @@
-"""The elementwise parts of a Muon step on shards, in one launch each where optim-kernels can, else by ``halves``.
+"""The elementwise parts of a Muon step on shards, in one launch each where optim-kernels can, else by ``plain_torch``.
 
 Shards of one rule and dtypes go into one launch, whatever their groups' hyperparameters. The shards of a launch, and so
 what it keeps on the device, stay the same from step to step. Shards are sorted again when one begins or ceases to take
@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from optim_dist._muon.halves import apply_updates, momenta, scales, takes_part
+from optim_dist._muon.plain_torch import apply_updates, momenta, scales, takes_part
 from optim_dist._optimizers.shards import Item, StepContext
 from optim_kernels.functional import MuonMomenta, MuonUpdates
 from optim_kernels.multi_tensor import KnownKinds
@@ -132,7 +132,7 @@ def _why_plain_torch(group: Mapping[str, Any], value: Tensor) -> str | None:
 
 
 class Momenta:
-    """The momentum of a batch's shards: ``halves.momenta`` in launches that are kept."""
+    """The momentum of a batch's shards: ``plain_torch.momenta`` in launches that are kept."""
 
     def __init__(self) -> None:
         self.sorter = LaunchSorter(MuonMomenta, "nesterov", "maximize")
@@ -166,7 +166,7 @@ class Momenta:
 
 
 class Updates:
-    """The update of a batch's shards: ``halves.apply_updates`` in launches that are kept."""
+    """The update of a batch's shards: ``plain_torch.apply_updates`` in launches that are kept."""
 
     def __init__(self) -> None:
         self.sorter = LaunchSorter(MuonUpdates, "cautious")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_dist._muon.halves import scales, takes_part
+from optim_dist._muon.plain_torch import scales, takes_part
 from optim_dist._optimizers.shards import Item
 from optim_dist.plan import MATRIX_ALIGNMENT
 from optim_kernels.muon_groups import MuonEntry, MuonPlanner
