@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from optim_dist import Options, TritonDistAdamW, TritonDistMuon, checkpoint, clip_grad_norm_
-from optim_dist._optimizers import construction, meeting
+from optim_dist._optimizers import before_building, construction
 from optim_dist._optimizers.agreement import check_replicas
 from optim_kernels import TritonMuon
 from optim_utils.testing import run_ranks
@@ -720,7 +720,7 @@ def ranks_with_parameters_on_other_devices_are_refused(rank, world_size):
     kind = there.device.type
     for its, on_one in (([nowhere], "meta"), ([{"params": []}], "not given")):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(meeting, "device_types", lambda group: [kind, "meta"])
+            patch.setattr(before_building, "device_types", lambda group: [kind, "meta"])
             refused = f"different options: the device of parameters is {kind} on rank 0, {on_one} on rank 1"
             with pytest.raises(RuntimeError, match=refused):
                 TritonDistAdamW(its if rank else [there])

@@ -101,7 +101,7 @@ class BucketedParameters:
             self._use_backward_communicator(self._reducer)
         self.reduction.extend(new, self._reducer)
         if isinstance(self.reduction, StreamedReduction):
-            self.reduction.meet(self._communicator, self._number)
+            self.reduction.agree_on_others(self._communicator, self._number)
         if options.model is not None and options.overlap:
             if self._gathers is not None:
                 self._gathers.close()
@@ -187,7 +187,7 @@ class BucketedParameters:
             return False
         if self.counts is not None:
             if self._is_watched:
-                self._meet()  # other ranks may have given up the step that this rank goes on with
+                self._gather_present()  # other ranks may have given up the step that this rank goes on with
             return False
         present = self.present = [0.0] * num_parameters
         self.lacks_none = True
@@ -204,13 +204,13 @@ class BucketedParameters:
             on_device = torch.tensor(numbers, dtype=torch.float32, device=self._communicator.device)
             self._message = _Message(numbers, on_device)
         self._launch_before_message()
-        self.reduction.counts = self._meet().sum(0)
+        self.reduction.counts = self._gather_present().sum(0)
         self.reduction.launch_all()
         is_retried, self._is_retried = self._is_retried, False
         return not (is_retried and no_rank_had_gradients(self.counts, self.buckets))
 
     def _launch_before_message(self) -> None:
-        """Launch the reductions behind which ranks ``_meet``, which are the same on every rank.
+        """Launch the reductions that come before ``_gather_present``, which are the same on every rank.
 
         If backward reduces, ranks have launched different numbers of buckets by now, so these are all; also all if
         copies are to overlap with backward. Otherwise no bucket is launched yet: none comes before a message that is
@@ -222,7 +222,7 @@ class BucketedParameters:
         elif isinstance(reduction, BackwardReduction) and not self._is_watched:
             reduction.launch_first()
 
-    def _meet(self) -> Tensor:
+    def _gather_present(self) -> Tensor:
         """Every rank's ``present``, ``[W, K]``; if steps are watched, an error unless all ranks are in the same one."""
         assert self._message is not None, "the message is written"
         found, num_parameters = self._communicator.gather_numbers(self._message.on_device), len(self.present)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from optim_dist._optimizers import agreement, construction, step_checks
+from optim_dist._optimizers.before_building import compare_before_building
 from optim_dist._optimizers.bucketed import BucketedParameters
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.gradient_dtype import GradientDtypes
 from optim_dist._optimizers.live import LiveOptimizer, live_optimizers
-from optim_dist._optimizers.meeting import meet
 from optim_dist._optimizers.options import Options, groups_of
 from optim_dist._optimizers.planned_views import PlannedViews
 from optim_dist._optimizers.shards import Shard
@@ -46,7 +46,8 @@ class PlannedOptimizer(LiveOptimizer):
         except Exception as error:
             # the other ranks wait for this one to connect
             device = construction.device_of([given, options.get("model")])
-            meet(groups_of(options.get("mesh"), options.get("process_group")), device, {}, error)
+            groups = groups_of(options.get("mesh"), options.get("process_group"))
+            compare_before_building(groups, device, {}, error)
         self._connect()
 
     def _route_name(self, group: dict[str, Any]) -> RouteName:
@@ -79,7 +80,7 @@ class PlannedOptimizer(LiveOptimizer):
         listed = (parameter for group in self.param_groups for parameter in group["params"])
         candidates = chain((entry.parameter for entry in found), listed)
         device = next((parameter.device for parameter in candidates), None)
-        device = meet(self._options.groups, device, self._options.described())
+        device = compare_before_building(self._options.groups, device, self._options.described())
         self._communicator = self._options.communicator(device)
         self._options.check_ranks(self._communicator.world_size)
         self._bucketed = BucketedParameters(self._communicator, self._options)

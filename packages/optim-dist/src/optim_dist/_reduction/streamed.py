@@ -42,7 +42,7 @@ class StreamedReduction:
     """Counts gradients in, launches reductions of full buckets from rolling buffers; see ``BackwardReduction``."""
 
     reducer: Reducer  # for all buckets; set by ``extend``
-    number = 0  # among the optimizers of this process, the same on all ranks; set by ``meet``
+    number = 0  # among the optimizers of this process, the same on all ranks; set by ``agree_on_others``
     launches_under_backward = knows_last_pass = True
 
     def __init__(
@@ -94,7 +94,7 @@ class StreamedReduction:
             for place, member in enumerate(bucket.members)
         ]
 
-    def meet(self, communicator: Communicator, number: int) -> None:
+    def agree_on_others(self, communicator: Communicator, number: int) -> None:
         """Agree on which other streamed optimizers any rank has. Collective; ``close`` takes an optimizer out again."""
         self.number = number
         _live.discard(self)
@@ -207,7 +207,7 @@ class StreamedReduction:
         self.restart()
 
     def close(self) -> None:
-        """Remove the hooks, on all ranks, and take this optimizer out of what ``meet`` agreed on."""
+        """Remove the hooks, on all ranks, and take this optimizer out of what ``agree_on_others`` has found."""
         self.remove_hooks()
         for other in _live:
             other._others.discard(self.number)

@@ -20,7 +20,7 @@ _BUILDS = "what the building of an optimizer begins with"
 _OTHERWISE = "does not build an optimizer as this one does; call the same methods in the same order on every rank"
 
 
-def meet(
+def compare_before_building(
     groups: Sequence[dist.ProcessGroup | None],
     device: torch.device | None,
     described: Mapping[str, str],
@@ -38,7 +38,7 @@ def meet(
         Exception: ``refused`` or, if it is None, an error for what other ranks refuse, or for differences.
     """
     types = [device_types(group) for group in groups]
-    devices = [_meeting_device(each, device) for each in types]
+    devices = [_common_device(each, device) for each in types]
     if refused is None and device is not None and any(each and device.type not in each for each in types):
         refused = ValueError(
             f"the process group has no collectives for parameters on {device.type}; move the model to "
@@ -53,7 +53,7 @@ def meet(
     return device or devices[0]
 
 
-def _meeting_device(types: Sequence[str], device: torch.device | None) -> torch.device:
+def _common_device(types: Sequence[str], device: torch.device | None) -> torch.device:
     """A device on which ranks can communicate, whatever device their parameters are on."""
     chosen = "cpu" if "cpu" in types or not types else types[0]
     if device is not None and device.type == chosen:
@@ -63,9 +63,9 @@ def _meeting_device(types: Sequence[str], device: torch.device | None) -> torch.
     return torch.device(chosen, torch.get_device_module(chosen).current_device())
 
 
-def _said_by_all(value: Any, met: Sequence[Communicator]) -> dict[int, Any]:
-    """Every rank's value, keyed by global rank, ascending; each of ``met`` connects ranks along one mesh dimension."""
-    said = [[dist.get_rank() if met[0].world_size > 1 else 0, value]]
-    for communicator in met:
+def _said_by_all(value: Any, along: Sequence[Communicator]) -> dict[int, Any]:
+    """Every rank's value, keyed by global rank, ascending; each of ``along`` connects ranks of one mesh dimension."""
+    said = [[dist.get_rank() if along[0].world_size > 1 else 0, value]]
+    for communicator in along:
         said = [each for its in gathered(communicator, _BUILDS, said, _OTHERWISE) for each in its]
     return dict(sorted(said))
