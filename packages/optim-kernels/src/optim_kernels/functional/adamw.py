@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,11 +89,14 @@ def adamw_(
     # the kernels can update whatever a plan was made for
     planned = plan is not None and impl != "torch" and plan.is_for(params)
     # an empty list stands for none, as in torch's own functions
-    max_exp_avg_sqs, masters = max_exp_avg_sqs or None, masters or None
-    starts, present = starts or None, present or None
+    more_state: dict[str, Any] = {"max_exp_avg_sqs": max_exp_avg_sqs or None, "masters": masters or None}
+    hyper: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+    scaling: dict[str, Any] = {"grad_scale": grad_scale, "found_inf": found_inf, "clip_factor": clip_factor}
+    places: dict[str, Any] = {"indices": indices, "starts": starts or None, "present": present or None}
+    rounding: dict[str, Any] = {"stochastic_rounding": stochastic_rounding, "seed": seed}
     if not planned:
         check_seed(seed)
-        _check_hyperparameters(lr, betas, eps, weight_decay, maximize)
+        _check_hyperparameters(**hyper)
         check_counts(steps)
         check_lengths(
             len(params),
@@ -102,58 +105,20 @@ def adamw_(
             exp_avgs=exp_avgs,
             exp_avg_sqs=exp_avg_sqs,
             steps=None if isinstance(steps, Tensor) else steps,
-            lr=_listed(lr),
-            betas=betas if isinstance(betas[0], Sequence) else None,
-            eps=_listed(eps),
-            weight_decay=_listed(weight_decay),
-            max_exp_avg_sqs=max_exp_avg_sqs,
-            masters=masters,
-            maximize=_listed(maximize),
-            indices=indices,
-            starts=starts,
-            present=present,
+            **_lists_among(hyper),
+            **more_state,
+            **places,
         )
     if not planned and not all(use_triton(impl, p, f"params[{i}]") for i, p in enumerate(params)):
         if impl == "auto" and any(p.is_cuda for p in params) and not all(p.is_cuda for p in params):
             raise ValueError("params are on CUDA and elsewhere; call adamw_ once for each device")
-        check_floating(
-            params=params,
-            grads=grads,
-            exp_avgs=exp_avgs,
-            exp_avg_sqs=exp_avg_sqs,
-            max_exp_avg_sqs=max_exp_avg_sqs,
-        )
+        moments = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "max_exp_avg_sqs": more_state["max_exp_avg_sqs"]}
+        check_floating(params=params, grads=grads, **moments)
         _check_grads(params, grads)
-        check_masters(params, masters)
-        check_shapes(
-            params,
-            "params",
-            exp_avgs=exp_avgs,
-            exp_avg_sqs=exp_avg_sqs,
-            max_exp_avg_sqs=max_exp_avg_sqs,
-            masters=masters,
-        )
+        check_masters(params, more_state["masters"])
+        check_shapes(params, "params", **moments, masters=more_state["masters"])
         reference.adamw_(
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            steps=steps,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            max_exp_avg_sqs=max_exp_avg_sqs,
-            masters=masters,
-            maximize=maximize,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
-            clip_factor=clip_factor,
-            stochastic_rounding=stochastic_rounding,
-            seed=seed,
-            indices=indices,
-            starts=starts,
-            present=present,
+            params, grads, exp_avgs, exp_avg_sqs, steps=steps, **more_state, **hyper, **scaling, **places, **rounding
         )
         return
     plan = plan or AdamWPlan()
@@ -164,19 +129,21 @@ def adamw_(
         exp_avgs,
         exp_avg_sqs,
         steps=steps,
-        max_exp_avg_sqs=max_exp_avg_sqs,
-        masters=masters,
-        groups=range(len(params)),
-        stochastic_rounding=stochastic_rounding,
-        seed=seed,
-        indices=indices,
-        starts=starts,
-        present=present,
+        groups=range(len(params)),  # each tensor has hyperparameters of its own
+        **more_state,
+        **places,
+        **rounding,
     )
-    scalars = scalars_of(len(params), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
-    plan.step(seen, scalars, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
+    plan.step(seen, scalars_of(len(params), **hyper), **scaling)
     # tell autograd, which then refuses to differentiate through the overwritten values
     torch.autograd.graph.increment_version(params)
+
+
+def _lists_among(hyper: Mapping[str, Any]) -> dict[str, Sequence[Any] | None]:
+    """The hyperparameters that are listed, with one entry a tensor; ``None`` for those that all tensors share."""
+    lists = {name: _listed(value) for name, value in hyper.items()}
+    # a single pair is a sequence, too
+    return lists | {"betas": hyper["betas"] if isinstance(hyper["betas"][0], Sequence) else None}
 
 
 def _listed(value: Any) -> Sequence[Any] | None:
