@@ -35,18 +35,41 @@ def sum_slices(slices: Tensor | Sequence[Tensor], out: Tensor, *, divisor: float
         RuntimeError: ``impl="triton"`` where the kernel cannot run.
     """
     check_impl(impl)
-    if not isinstance(slices, Tensor) and not (
-        isinstance(slices, Sequence) and slices and all(isinstance(each, Tensor) for each in slices)
-    ):
-        raise TypeError(f"slices must be one tensor [S, N], or tensors [N], got {_kind_of(slices)}")
-    shapes = [list(slices.shape)] if isinstance(slices, Tensor) else [list(each.shape) for each in slices]
-    is_shaped = len(shapes[0]) == 2 and len(slices) > 0 if isinstance(slices, Tensor) else len(shapes[0]) == 1
-    if not is_shaped or any(shape[-1:] != list(out.shape) or len(shape) != len(shapes[0]) for shape in shapes):
+    given = _given(slices)
+    _check(slices, given, out, divisor)
+    reason = _why_not(given, out)
+    if impl == "triton" and reason is not None:
+        raise RuntimeError(
+            "impl='triton' adds rows of consecutive elements into a contiguous fp32, fp16 or bf16 out, got "
+            f"{reason}; use impl='auto' or 'torch'"
+        )
+    if reason is None and out.numel() and use_triton(impl, slices[0], "slices"):
+        from optim_kernels._kernels.slices import launch_sum
+
+        launch_sum(slices, out, divisor)
+        return out
+    return _sum_in_torch(slices, out, divisor)
+
+
+def _given(slices: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that hold the slices: one ``[S, N]``, or S of them ``[N]``."""
+    if isinstance(slices, Tensor):
+        return [slices]
+    if isinstance(slices, Sequence) and slices and all(isinstance(each, Tensor) for each in slices):
+        return [*slices]
+    raise TypeError(f"slices must be one tensor [S, N], or tensors [N], got {_kind_of(slices)}")
+
+
+def _check(slices: Tensor | Sequence[Tensor], given: Sequence[Tensor], out: Tensor, divisor: float) -> None:
+    """Raise ``ValueError`` for shapes, dtypes or devices that do not fit, and for a divisor of 0."""
+    shapes = [list(each.shape) for each in given]
+    num_dims = 2 if isinstance(slices, Tensor) else 1
+    if any(len(shape) != num_dims or shape[-1:] != list(out.shape) for shape in shapes) or not len(slices):
         raise ValueError(
             f"slices [S, N] with S > 0 make an out [N], got {', '.join(map(str, shapes))} and {list(out.shape)}"
         )
-    first, given = slices[0], [slices] if isinstance(slices, Tensor) else [*slices]
     kinds = dict.fromkeys((each.dtype, each.device) for each in given)
+    first = given[0]
     if len(kinds) > 1 or not (first.is_floating_point() and out.is_floating_point()) or first.device != out.device:
         found = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)
         raise ValueError(
@@ -55,25 +78,19 @@ def sum_slices(slices: Tensor | Sequence[Tensor], out: Tensor, *, divisor: float
         )
     if divisor == 0:
         raise ValueError("divisor is 0; give what the sum is to be divided by, 1 for the sum itself")
-    reason = _why_not(given, out)
-    if impl == "triton" and reason is not None:
-        raise RuntimeError(
-            "impl='triton' adds rows of consecutive elements into a contiguous fp32, fp16 or bf16 out, got "
-            f"{reason}; use impl='auto' or 'torch'"
-        )
-    if reason is None and out.numel() and use_triton(impl, first, "slices"):
-        from optim_kernels._kernels.slices import launch_sum
 
-        launch_sum(slices, out, divisor)
-        return out
-    with torch.no_grad():
-        total = first.to(torch.promote_types(torch.float32, first.dtype), copy=True)
-        for each in slices[1:]:
-            total += each
-        if divisor != 1:
-            # by a tensor: on CUDA the quotient by a Python number is a product with its inverse, and so rounded twice
-            total /= torch.full((), divisor, dtype=total.dtype, device=total.device)
-        return out.copy_(total)
+
+@torch.no_grad()
+def _sum_in_torch(slices: Tensor | Sequence[Tensor], out: Tensor, divisor: float) -> Tensor:
+    """The sum in plain torch, into ``out``."""
+    first = slices[0]
+    total = first.to(torch.promote_types(torch.float32, first.dtype), copy=True)
+    for each in slices[1:]:
+        total += each
+    if divisor != 1:
+        # by a tensor: on CUDA the quotient by a Python number is a product with its inverse, and so rounded twice
+        total /= torch.full((), divisor, dtype=total.dtype, device=total.device)
+    return out.copy_(total)
 
 
 def _kind_of(slices: object) -> str:
