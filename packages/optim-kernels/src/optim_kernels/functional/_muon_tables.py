@@ -7,8 +7,9 @@ iterations, and their X is cut into panels (`_hopper.chain_kernel`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, groupby, product
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ from optim_kernels.functional._muon_workspace import Memory
 
 # Elements to which rows of X are padded: 16 bytes in 16-bit dtypes.
 ROW_STEP = 8
+# Allocates X buffers of a shape, in the dtype and on the device of a plan.
+Room = Callable[..., Tensor]
 STRIP: int = fields.STRIP.value
 PANEL: int = fields.PANEL.value
 # Tiles of the last product: one whose epilogue hides behind another program's main loop, and a smaller one where there
@@ -106,6 +109,7 @@ def families_of(
     """
     families: list[Family] = []
     chains: list[ChainedBatches] = []
+    room: Room = partial(memory, dtype=dtype, device=device)
     first = 0
     for m, members in groupby(matrices, key=lambda matrix: matrix.shape[0]):
         of_families = [
@@ -117,23 +121,17 @@ def families_of(
         if tiles == "shape":
             chained = [(n, count) for n, count in shapes if needs_step_chain(m, n, ns, dtype, device)]
         unchained = [[shape for shape in family if shape not in chained] for family in of_families]
-        families += _unchained([family for family in unchained if family], first, m, dtype, device, tiles, memory)
+        families += _unchained([family for family in unchained if family], first, m, tiles, room)
         first += sum(count for family in unchained for _, count in family)
         if chained:
             moves = [moves_in_chain(m, n, ns, stores_last=stores_last) for n, _ in chained]
-            chains.append(_chained(chained, moves, first, m, dtype, device, memory))
+            chains.append(_chained(chained, moves, first, m, room))
         first += sum(count for _, count in chained)
     return families, chains
 
 
 def _unchained(
-    of_families: Sequence[Sequence[tuple[int, int]]],
-    first: int,
-    m: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    tiles: Tiles,
-    memory: Memory,
+    of_families: Sequence[Sequence[tuple[int, int]]], first: int, m: int, tiles: Tiles, room: Room
 ) -> list[Family]:
     """Families of batches (n, count) of short side m, numbered from ``first`` on, in buffers of their own."""
     families: list[Family] = []
@@ -141,7 +139,7 @@ def _unchained(
         families.append([])
         for n, count in shapes:
             padded = cdiv(n, ROW_STEP) * ROW_STEP
-            x, other = (memory(count, m, padded, dtype=dtype, device=device)[..., :n] for _ in range(2))
+            x, other = (room(count, m, padded)[..., :n] for _ in range(2))
             chosen_for = 1 if tiles == "shape" else count
             families[-1].append(Batch(first, (count, m, n), x, other, _last_tile(x, chosen_for), chosen_for))
             first += count
@@ -149,19 +147,13 @@ def _unchained(
 
 
 def _chained(
-    shapes: Sequence[tuple[int, int]],
-    moves: Sequence[bool],
-    first: int,
-    m: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    memory: Memory,
+    shapes: Sequence[tuple[int, int]], moves: Sequence[bool], first: int, m: int, room: Room
 ) -> ChainedBatches:
     """Batches (n, count) of short side m, numbered from ``first`` on, in buffers of panels; ``moves``: which X move."""
     panels = [count * cdiv(n, PANEL) for n, count in shapes]
-    x = memory(sum(panels), m, PANEL, dtype=dtype, device=device)
+    x = room(sum(panels), m, PANEL)
     num_moved = sum(panels[: max((place for place, does in enumerate(moves, start=1) if does), default=0)])
-    other = memory(num_moved, m, PANEL, dtype=dtype, device=device) if num_moved else x
+    other = room(num_moved, m, PANEL) if num_moved else x
     batches, start = [], 0
     for (n, count), does_move, size in zip(shapes, moves, panels, strict=True):
         its_x, its_other = (each[start : start + size] for each in (x, other if does_move else x))
