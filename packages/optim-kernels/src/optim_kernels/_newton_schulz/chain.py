@@ -125,11 +125,13 @@ class ChainLaunch:
 
     Args:
         ending: what follows the last product; others than STORE need ``addresses`` at every launch.
-        spare: how many multiprocessors stay free beside the chain, which takes two at least.
+        spare_multiprocessors: how many stay free beside the chain, which takes two at least.
         update: the compile-time arguments of an update.
     """
 
-    def __init__(self, chain: Chain, *, ending: Ending = Ending.STORE, spare: int = 0, **update: Any) -> None:
+    def __init__(
+        self, chain: Chain, *, ending: Ending = Ending.STORE, spare_multiprocessors: int = 0, **update: Any
+    ) -> None:
         from optim_kernels._hopper import chain_kernel as kernels
         from optim_kernels._hopper.pairs import PAIR_BYTES
         from optim_kernels._hopper.ring import descriptor
@@ -137,10 +139,10 @@ class ChainLaunch:
         self._chain, self._num_squares, self._has_diagonals = chain, chain.num_squares, chain.has_diagonals
         side, depth = PING_PONG.rows, PING_PONG.depth
         options = {"P_DTYPE": None, "MASTER_KIND": 0, "CAUTIOUS": False, **update}
-        free = max(2, num_multiprocessors(chain.entries.device.index) - spare)
+        taken = max(2, num_multiprocessors(chain.entries.device.index) - spare_multiprocessors)
         self._launch = BlockLaunch(
             kernels.chain_kernel,
-            min(len(chain.entries), free) // 2,
+            min(len(chain.entries), taken) // 2,
             [
                 (side, depth),
                 (depth, side),

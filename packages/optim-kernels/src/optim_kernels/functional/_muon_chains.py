@@ -22,7 +22,7 @@ class StepChain:
     Args:
         number: the chain's number in the plan, which chooses its counter.
         ending: what follows the last product; an update takes the compile-time arguments ``of_update``.
-        spare: how many multiprocessors the launch leaves free.
+        spare_multiprocessors: how many the launch leaves free.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class StepChain:
         *,
         ending: Ending,
         of_update: dict[str, Any],
-        spare: int,
+        spare_multiprocessors: int,
     ) -> None:
         self._xs = (batches.x, batches.other, batches.x)
         self._tables, self._counter = tables, len(tables.matrices) + number
@@ -47,7 +47,7 @@ class StepChain:
         ]
         chain = Chain.of(groups, m, batches.x.device, in_panels=True)
         options = of_update if ending is Ending.UPDATE else {}
-        self._launch = ChainLaunch(chain, ending=ending, spare=spare, **options)
+        self._launch = ChainLaunch(chain, ending=ending, spare_multiprocessors=spare_multiprocessors, **options)
 
     def take(self, inputs: StepInputs) -> None:
         """Read these inputs from now on."""

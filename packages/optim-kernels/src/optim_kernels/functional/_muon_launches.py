@@ -123,7 +123,7 @@ class StepLaunches:
         self._products = [StepProducts(family, ns, tables, **how) for family in families]
         ending = Ending.SQUARES if options.has_factors else Ending.UPDATE if leave_last else Ending.STORE
         common: dict[str, Any] = {"ending": ending, "of_update": options.of_update}
-        common["spare"] = options.spare_multiprocessors
+        common["spare_multiprocessors"] = options.spare_multiprocessors
         self._chains = [StepChain(chain, number, ns, tables, **common) for number, chain in enumerate(chains)]
 
     def take_inputs(self) -> None:

@@ -60,7 +60,7 @@ class MuonPlan:
         num_groups: rows of hyperparameters; a parameter names its own by ``group``.
         tiles: ``"auto"`` takes the fastest tiles for all matrices together, so that the bits of one depend on how many
             others there are. With ``"shape"`` they depend on its own shape, if all have the same `alignment_of`.
-        spare: multiprocessors that long launches leave free; see `MuonPlanner`.
+        spare: how many multiprocessors long launches leave free; see `MuonPlanner`.
         workspace: memory for X, reserved before (`Workspace.reserve`), and for factors; by default a plan has its own.
     """
 
