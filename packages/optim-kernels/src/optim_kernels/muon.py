@@ -7,7 +7,7 @@ formulas stand in `optim_kernels.reference.muon`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,9 +34,6 @@ from optim_kernels._optimizers.muon_options import (
 from optim_kernels._optimizers.storage import MasterWeights
 from optim_kernels.functional._muon_workspace import workspace_for
 from optim_kernels.orthogonalization import Coefficients, EpsMode, Method
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["VARIANTS", "TritonMuon"]
 
