@@ -103,7 +103,7 @@ class MuonPlanner:
         check_tiles(tiles)
         if isinstance(spare, bool) or not isinstance(spare, int) or spare < 0:
             raise ValueError(f"spare must be a number of multiprocessors, 0 or more, got {spare!r}")
-        self._tiles, self._spare_multiprocessors, self._workspace = tiles, spare, workspace
+        self._tiles, self._spare, self._workspace = tiles, spare, workspace
         self._plans: dict[_Key, MuonPlan] = {}
         self._groups: dict[_Key, list[Mapping[str, Any]]] = {}
         # plans that graphs read, of other tensors than those of the latest step with the same key
@@ -269,7 +269,7 @@ class MuonPlanner:
                 **_step_options_of(group),
                 num_groups=len(batch.groups),
                 tiles=self._tiles,
-                spare=self._spare_multiprocessors,
+                spare=self._spare,
                 workspace=self._workspace,
             )
         self._plans[key] = plan
