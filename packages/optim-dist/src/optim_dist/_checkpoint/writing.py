@@ -30,7 +30,7 @@ from optim_dist._checkpoint.contents import saved_parameters
 from optim_dist._checkpoint.faults import raised_together
 from optim_dist._checkpoint.manifest import NONCE, Manifest
 from optim_dist._checkpoint.removal import Choice, remove_leftovers, remove_old
-from optim_dist._checkpoint.sending import Courier
+from optim_dist._checkpoint.sending import Copy, Courier
 from optim_dist._checkpoint.sites import as_set, copies_of, in_sites, seen_in
 from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import ParameterSpec, Piece
@@ -90,65 +90,103 @@ def write(snapshot: Snapshot, to: Destination, communicator: Communicator) -> No
     Raises:
         RuntimeError: on every rank, with what failed on any.
     """
-    temporary, rank = to.temporary, snapshot.rank
-    is_first, is_head = rank == 0, True  # of its site; assumed until it has seen others' files
-    file, written = manifests.rank_file(rank), {}
-    try:
-        with raised_together(communicator, to.failed, rank):
+    _Writer(snapshot, to, communicator).run()
+
+
+class _Writer:
+    """One rank's part of writing a checkpoint, in the phases above."""
+
+    def __init__(self, snapshot: Snapshot, to: Destination, communicator: Communicator) -> None:
+        self._snapshot, self._to, self._communicator = snapshot, to, communicator
+        self._rank = snapshot.rank
+        self._is_head = True  # of its site; assumed until it has seen others' files
+
+    def run(self) -> None:
+        communicator, temporary = self._communicator, self._to.temporary
+        try:
+            self._create_file()
+            gathered = [_Report(*each) for each in communicator.gather_json(self._write_files())]
+            addresses = {report.rank: address for report, address in zip(gathered, communicator.ranks, strict=True)}
+            reports = sorted(gathered, key=attrgetter("rank"))
+            files = {name: entry for report in reports for name, entry in report.written.items()}
+            copies = self._copies(reports)
+            # several sites meet in the group on the CPU, whose long timeout suits ranks that wait for slower ones
+            wire = on_cpu(communicator) if copies else communicator
+            courier = Courier(temporary, files, rank=self._rank, addresses=addresses, communicator=wire)
+            courier.copy(copies)
+            with raised_together(wire, self._to.failed, self._rank) as problems:
+                problems += courier.problems
+                if self._is_head:
+                    self._write_manifest(reports, files)
+                    if not copies:
+                        _give_name(temporary, self._to.folder)
+            if copies:
+                # once everything is on the disks of all sites
+                with raised_together(wire, self._to.failed, self._rank):
+                    if self._is_head:
+                        _give_name(temporary, self._to.folder)
+        finally:
+            # by the rank that renames it alone: one that gave up waiting could remove what is about to get its name
+            if self._is_head:
+                shutil.rmtree(temporary, ignore_errors=True)
+        if self._to.old is not None:
+            failed = f"checkpoint {self._to.folder} is complete, but older ones were not removed"
+            with raised_together(communicator, failed, self._rank):
+                if self._is_head:
+                    remove_old(self._to.folder, self._to.old)
+
+    def _create_file(self) -> None:
+        """Create this rank's file, by which the other ranks of its site see it."""
+        temporary = self._to.temporary
+        with raised_together(self._communicator, self._to.failed, self._rank):
             temporary.mkdir(parents=True, exist_ok=True)
-            (temporary / file).touch()
-        with raised_together(communicator, to.failed, rank):
+            (temporary / manifests.rank_file(self._rank)).touch()
+
+    def _write_files(self) -> _Report:
+        """Write this rank's file, and on the first rank the common one; find out whether this rank is its site's head.
+
+        Returns what the other ranks are to know of it.
+        """
+        temporary, snapshot = self._to.temporary, self._snapshot
+        file, written = manifests.rank_file(self._rank), {}
+        with raised_together(self._communicator, self._to.failed, self._rank):
             seen = seen_in(temporary, snapshot.world_size)
-            is_head = seen[0] == rank
-            if is_head:
-                _clean(to)
+            self._is_head = seen[0] == self._rank
+            if self._is_head:
+                _clean(self._to)
             written[file] = manifests.write_durably(temporary / file, lambda stream: torch.save(snapshot.parts, stream))
-            if is_first:
+            if self._rank == 0:
                 packed_readable(without_tensors_of_model(snapshot.common))
                 written[manifests.COMMON] = manifests.write_durably(
                     temporary / manifests.COMMON, lambda stream: torch.save(snapshot.common, stream)
                 )
-        report = _Report(rank, written, snapshot.state, as_set(seen), torch.__version__)
-        gathered = [_Report(*each) for each in communicator.gather_json(report)]
-        reports = sorted(gathered, key=attrgetter("rank"))
-        files = {name: entry for report in reports for name, entry in report.written.items()}
+        return _Report(self._rank, written, snapshot.state, as_set(seen), torch.__version__)
+
+    def _copies(self, reports: Sequence[_Report]) -> list[Copy]:
+        """Which files go from which rank to which, so that each site has what it should; none if there is one site.
+
+        Raises:
+            RuntimeError: if ranks do not fall into sites, or there are fewer sites than copies wanted.
+        """
+        to = self._to
         try:
             sites = in_sites([report.seen for report in reports])
             copies = copies_of(sites, min(to.copies, len(sites)) if to.may_be_fewer else to.copies)
         except ValueError as error:
             raise RuntimeError(f"{to.failed}:\n  {error}") from error
-        if is_first:
+        if self._rank == 0:
             _warn_of_few(to, len(sites))
-        # several sites meet in the group on the CPU, whose long timeout suits ranks that wait for slower ones
-        wire = on_cpu(communicator) if copies else communicator
-        addresses = {report.rank: address for report, address in zip(gathered, communicator.ranks, strict=True)}
-        courier = Courier(temporary, files, rank=rank, addresses=addresses, communicator=wire)
-        courier.copy(copies)
-        with raised_together(wire, to.failed, rank) as problems:
-            problems += courier.problems
-            if is_head:
-                parameters = saved_parameters(snapshot.specs, snapshot.pieces, [report.state for report in reports])
-                manifest = Manifest(snapshot.world_size, snapshot.plan, files, parameters)
-                # rank 0's version of torch, so that all sites write the same bytes
-                manifest.write(temporary, reports[0].torch_version)
-                manifests.write_durably(temporary / LATEST, lambda stream: stream.write(to.folder.name.encode()))
-                manifests.flush_folder(temporary)
-                if not copies:
-                    _give_name(temporary, to.folder)
-        if copies:
-            # once everything is on the disks of all sites
-            with raised_together(wire, to.failed, rank):
-                if is_head:
-                    _give_name(temporary, to.folder)
-    finally:
-        # by the rank that renames it alone: one that gave up waiting could remove what is about to get its name
-        if is_head:
-            shutil.rmtree(temporary, ignore_errors=True)
-    if to.old is not None:
-        failed = f"checkpoint {to.folder} is complete, but older ones were not removed"
-        with raised_together(communicator, failed, rank):
-            if is_head:
-                remove_old(to.folder, to.old)
+        return copies
+
+    def _write_manifest(self, reports: Sequence[_Report], files: dict[str, list[Any]]) -> None:
+        """Write what a complete checkpoint has beside the files of the ranks, all flushed to the disk."""
+        temporary, snapshot = self._to.temporary, self._snapshot
+        parameters = saved_parameters(snapshot.specs, snapshot.pieces, [report.state for report in reports])
+        manifest = Manifest(snapshot.world_size, snapshot.plan, files, parameters)
+        # rank 0's version of torch, so that all sites write the same bytes
+        manifest.write(temporary, reports[0].torch_version)
+        manifests.write_durably(temporary / LATEST, lambda stream: stream.write(self._to.folder.name.encode()))
+        manifests.flush_folder(temporary)
 
 
 def _warn_of_few(to: Destination, num_sites: int) -> None:
