@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from math import prod
@@ -38,10 +39,12 @@ from optim_redist import (
     simulate,
     verify,
 )
-from optim_redist._running import collectives
+from optim_redist._running import collectives, rank_program
 from optim_redist._running.collectives import Team
 from optim_redist._running.native import NativeReduction
-from optim_redist._running.stage_program import PhaseRun, stage_programs
+from optim_redist._running.one_call import Exchange
+from optim_redist._running.stage_program import stage_programs
+from optim_redist._running.views import rows_of
 from optim_redist.execute import program_for
 from optim_redist.planning import clear_cache
 from optim_redist.problem import Problem
@@ -716,56 +719,124 @@ def test_a_handle_goes_on_in_the_stream_in_which_it_began(monkeypatch: pytest.Mo
     assert len(here.follows) == 1
 
 
+class _Wire:
+    """In place of a team: of an exchange, the room for what is received and what is sent, by ranks."""
+
+    def __init__(self, members: Sequence[int], mixes_exchanges: bool) -> None:
+        self.members, self.mixes_exchanges = members, mixes_exchanges
+
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, *splits: list[int], async_op: bool
+    ) -> list[dict[int, torch.Tensor]]:
+        parts = [buffer.split(sizes) for buffer, sizes in zip((received, sent), splits, strict=True)]
+        return [dict(zip(self.members, each, strict=True)) for each in parts]
+
+    def exchange_lists(
+        self, incoming: dict[int, torch.Tensor], outgoing: dict[int, torch.Tensor], device: object, *, async_op: bool
+    ) -> list[dict[int, torch.Tensor]]:
+        both = [*incoming.values(), *outgoing.values()]
+        assert all(part.is_contiguous() and part.dtype == both[0].dtype for part in both)
+        return [incoming, outgoing]
+
+
 def _with_buffers_of_their_own(
-    made: Plan, sources: dict[int, Any], to_itself: bool = True, flat: bool = True
-) -> dict[int, Any]:
-    """Every rank's target, with a buffer for every message as over NCCL, or where it can be one for all of them."""
+    made: Plan, sources: dict[int, Any], to_itself: bool = True, at_once: str = "flat"
+) -> tuple[dict[int, Any], int]:
+    """Every rank's target, with a buffer for every message as over NCCL; and how many exchanges were one call.
 
-    def sent_by(run: PhaseRun) -> Sequence[torch.Tensor]:
-        return run.pack_flat().split(list(run.bytes_sent.values())) if flat and run.is_flat else run.pack()
-
-    def room_of(run: PhaseRun) -> Sequence[torch.Tensor]:
-        if flat and run.is_flat:
-            return run.make_room_flat().split(list(run.bytes_received.values()))
-        return run.make_room()
-
+    ``at_once``: "flat" or "lists" where an exchange can be one call of this kind, "no" for none.
+    """
     ranks = sorted({*made.src.mesh.ranks, *made.dst.mesh.ranks})
     programs = {rank: stage_programs(made, rank, separate=True) for rank in ranks}
-    cpu = torch.device("cpu")
+    cpu, num_calls, team = torch.device("cpu"), 0, cast(Team, _Wire(ranks, at_once == "flat"))
     for number, (_, phases) in enumerate(made.phases):
         stages = {rank: programs[rank][number] for rank in ranks}
         targets = {rank: stage.allocate(cpu) for rank, stage in stages.items()}
         for k in range(len(phases)):
-            runs = {
-                rank: stage.begin(k, sources.get(rank), targets[rank], cpu, to_itself=to_itself)
-                for rank, stage in stages.items()
-            }
-            wire = {
-                (rank, peer): sent.clone()
-                for rank, run in runs.items()
-                for peer, sent in zip(run.to, sent_by(run), strict=True)
-            }
-            for rank, run in runs.items():
-                for peer, received in zip(run.from_, room_of(run), strict=True):
-                    received.copy_(wire.pop((peer, rank)))
-                run.local()
-            assert not wire
-            for run in runs.values():
-                run.finish()
+            wire: dict[tuple[int, int], torch.Tensor] = {}
+            room: dict[tuple[int, int], torch.Tensor] = {}
+            ends: list[Callable[[], None]] = []
+            for rank, stage in stages.items():
+                x, target = sources.get(rank), targets[rank]
+                one = None
+                if at_once != "no" and x is not None and target is not None:
+                    one = Exchange.of(stage, rows_of(x), rows_of(target), team, to_itself=to_itself)
+                if one is not None:
+                    (into, sent), end = cast(Any, one.start(x, target, team, async_op=False))
+                    to, from_ = list(sent), list(into)
+                    sent, into = sent.values(), into.values()
+                    num_calls += 1
+                else:
+                    run = stage.begin(k, x, target, cpu, to_itself=to_itself)
+                    sent, into, to, from_, end = run.pack(), run.make_room(), run.to, run.from_, run.finish
+                    run.local()
+                ends.append(end)
+                for peer, part in zip(to, sent, strict=True):
+                    wire[rank, peer] = part.clone().view(-1).view(torch.uint8)
+                for peer, part in zip(from_, into, strict=True):
+                    room[peer, rank] = part
+            for pair, part in room.items():
+                arrived = wire.pop(pair, torch.empty(0, dtype=torch.uint8))
+                part.copy_(arrived.view(part.dtype).view(part.shape))
+            assert all(not part.numel() for part in wire.values())
+            for end in ends:
+                end()
         sources = targets
-    return sources
+    return sources, num_calls
 
 
 def test_messages_with_buffers_of_their_own() -> None:
     # as over NCCL: what lies in one piece travels from where it is to where it belongs
-    for seed in range(60):
+    calls: Counter[str] = Counter()
+    for seed in range(90):
         case = random_case(seed, "COBURIEK")
-        full = _numbered(case.shape, [torch.uint8, torch.int16, torch.int32, torch.complex128][seed % 4])
+        dtypes = [torch.uint8, torch.int16, torch.int32, torch.complex128, torch.bfloat16, torch.bool]
+        full = _numbered(case.shape, dtypes[seed % len(dtypes)])
         made = plan(case.shape, full.dtype, case.src, case.dst)
         sources = {rank: part_of(full, case.src, rank) for rank in case.src.mesh.ranks}
-        for to_itself, flat in product((True, False), repeat=2):
-            for rank, target in _with_buffers_of_their_own(made, sources, to_itself, flat).items():
-                assert torch.equal(target, part_of(full, case.dst, rank)), (seed, to_itself, flat)
+        for to_itself, at_once in product((True, False), ("flat", "lists", "no")):
+            targets, num_calls = _with_buffers_of_their_own(made, sources, to_itself, at_once)
+            calls[at_once] += num_calls
+            for rank, target in targets.items():
+                assert torch.equal(target, part_of(full, case.dst, rank)), (seed, to_itself, at_once)
+    assert calls["no"] == 0
+    assert calls["flat"] == calls["lists"] > 100
+
+
+def test_large_messages_begin_at_multiples_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_program, "_LEAST_ALIGNED", 1)
+    moved = 0
+    for seed in range(60):
+        case = random_case(seed, "COBUR")
+        full = _numbered(case.shape, [torch.uint8, torch.int16, torch.float32, torch.complex128][seed % 4])
+        made = plan(case.shape, full.dtype, case.src, case.dst)
+        sources = {rank: part_of(full, case.src, rank) for rank in case.src.mesh.ranks}
+        for rank, target in _with_buffers_of_their_own(made, sources)[0].items():
+            assert torch.equal(target, part_of(full, case.dst, rank)), seed
+        if not made.communicates:
+            continue
+        for rank in case.src.mesh.ranks:
+            stage = stage_programs(made, rank, separate=True)[0]
+            run = stage.begin(0, sources[rank], stage.allocate(torch.device("cpu")), torch.device("cpu"))
+            buffers = [*run.pack(), *run.make_room()]
+            assert all(buffer.data_ptr() % 16 == 0 for buffer in buffers if buffer.numel()), seed
+            moved += len(buffers)
+    assert moved > 200
+
+
+def test_no_gaps_under_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_program, "_LEAST_ALIGNED", 1)
+    mesh = Mesh(4)
+    task = (57, 57), torch.bfloat16, Layout(mesh, [0, None]), Layout(mesh, [None, 0])
+    free = plan(*task)
+    limited = plan(*task, memory_limit=free.peak_bytes)
+    gaps = []
+    for made in (free, limited):
+        (stage,) = stage_programs(made, 0, separate=True)
+        source, target = (torch.empty(layout.local_shape((57, 57), 0)) for layout in (made.src, made.dst))
+        sends = stage.views(0, rows_of(source), rows_of(target)).sends
+        gaps.append(sends.num_elements - sum(sends.sizes))
+    assert 0 == gaps[1] < gaps[0] < 3 * 8
 
 
 def test_contributions_with_buffers_of_their_own() -> None:
@@ -777,7 +848,7 @@ def test_contributions_with_buffers_of_their_own() -> None:
         count = prod(src.mesh.sizes[axis] for axis, _ in src.partial)
         full = [torch.randint(-99, 99, shape, generator=generator).float() for _ in range(count)]
         sources = {rank: part_of(full[contributions_of(src, rank)], src, rank) for rank in src.mesh.ranks}
-        found, expected = _with_buffers_of_their_own(made, dict(sources)), simulate(made, sources)
+        found, expected = _with_buffers_of_their_own(made, dict(sources))[0], simulate(made, sources)
         assert all(torch.equal(found[rank], expected[rank]) for rank in found), seed
         several += made.communicates and made.phases[0][0].num_contributions > 2
     assert several > 5

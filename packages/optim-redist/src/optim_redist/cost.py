@@ -33,8 +33,8 @@ _FORMAT = "optim-redist.model/1"
 # assumed of a machine that has not been measured: the links of an H200 and one 400 Gb/s port a rank
 _RANK_BANDWIDTH, _PORT_BANDWIDTH = 300e9, 50e9  # bytes per second
 _LATENCY, _NODE_LATENCY = 20e-6, 30e-6  # seconds
-# what a program takes beside its exchange on the hosts of H200s: 140 µs measured on slow ones
-_NCCL_CALL = 100e-6  # seconds
+# what a program takes beside its exchange on the hosts of H200s: 65 µs measured on slow ones
+_NCCL_CALL = 60e-6  # seconds
 
 
 def _check_rates(what: str, bandwidth: Any, seconds: Any) -> None:

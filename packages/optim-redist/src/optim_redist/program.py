@@ -20,13 +20,21 @@ from optim_redist._running import collectives
 from optim_redist._running.collectives import Team, Waitable
 from optim_redist._running.donated import give_up, refuse_undonatable
 from optim_redist._running.native import NativeGather, NativeReduction
+from optim_redist._running.one_call import OneCall, OneCalls
 from optim_redist._running.rank_program import RankPhase
 from optim_redist._running.stage_program import PhaseRun, StageProgram, stage_programs
 from optim_redist._running.uncompiled import uncompiled
-from optim_redist._running.views import arrived, extent, refuse_dtensor, refuse_unwritable, resolved
+from optim_redist._running.views import (
+    arrived,
+    dense_strides,
+    extent,
+    refuse_dtensor,
+    refuse_unwritable,
+    resolved,
+    rows_of,
+)
 from optim_redist.errors import LayoutError, UnsupportedError, noting
 from optim_redist.handle import Handle, completed, done
-from optim_redist.problem import Problem
 
 if TYPE_CHECKING:
     from optim_redist.plans import Plan
@@ -42,26 +50,16 @@ class Program:
         self.dtype = getattr(torch, plan.dtype)
         # one buffer per message where the backend takes lists of them, else one for all messages
         self._separate = team is not None and team.takes_lists
-        # NCCL also copies within a rank
-        self._to_itself = team is not None and team.is_nccl and team.is_whole
         self.stages = stage_programs(plan, rank, separate=self._separate)
-        self._native = [
-            self._native_of(problem, stage.method) if stage.rounds == 1 else None
-            for stage, problem in zip(plan.stages, plan.problems, strict=True)
-        ]
+        self._calls = OneCalls(plan, self.stages, rank, team)
+        self._is_one = plan.communicates and len(self.stages) == 1 and not plan.donate
+        last = self.stages[-1].dst_shape
+        self._fresh = None if last is None else (last, dense_strides(last))
         self._compared = not plan.communicates
         self._out_excess = _excess_of_out(plan)
         # without communication: the slices of the source that are the target, if it is one piece of it
         self._kept = None if plan.communicates or len(self.stages) > 1 else self.stages[0].only_view()
         self._keeps_all = self._kept is not None and self.stages[0].keeps_all
-
-    def _native_of(self, problem: Problem, method: str) -> NativeReduction | NativeGather | None:
-        """The library's collective that does a stage, if there is one."""
-        if self.team is None or not self.plan.communicates:
-            return None
-        if problem.num_contributions == 1:
-            return NativeGather.of(problem, self.team) if method == "direct" else None
-        return None if self.plan.deterministic else NativeReduction.of(problem, self.team, self.dtype, self.rank)
 
     @property
     def graph_safe(self) -> bool:
@@ -122,6 +120,10 @@ class Program:
         stays unchanged. With neither ``x`` nor ``out`` the target is on ``device``, by default the CUDA device of a
         group that has NCCL and else the CPU.
         """
+        if out is None and not async_op and x is not None:
+            target = self._at_once(x)
+            if target is not None:
+                return target
         x = arrived(x)
         self._check(x, out)
         if out is not None and out is x:
@@ -139,6 +141,29 @@ class Program:
             return Handle(self._run(x, out, device, True), device)
         return completed(self._run(x, out, device, False))
 
+    def _at_once(self, x: Tensor) -> Tensor | None:
+        """The target, if one call does the whole plan, and nothing about ``x`` has to be seen to before.
+
+        The same as ``_run`` with fewer steps: what happens before a collective is what its other ranks wait for.
+        """
+        if not (self._is_one and self._compared) or type(x) is not Tensor or x.is_cpu or x.requires_grad:
+            return None
+        stage = self.stages[0]
+        if x.shape != stage.src_shape or x.dtype is not self.dtype or x.is_conj() or x.is_neg():
+            return None
+        one = self._calls.find(0, x, self._fresh)
+        if one is None or self._fresh is None:
+            return None
+        assert self.team is not None, "plans that communicate have a team"
+        target = torch.empty(self._fresh[0], dtype=self.dtype, device=x.device)
+        try:
+            _, finish = one.start(x, target, self.team, async_op=False)
+            finish()
+        except RuntimeError as error:
+            error.add_note(self._where(f"in step {stage.phases[0].name!r}"))
+            raise
+        return target
+
     def _run(
         self, x: Tensor | None, out: Tensor | None, device: torch.device, async_op: bool
     ) -> Generator[Waitable | None, None, Tensor | None]:
@@ -149,7 +174,7 @@ class Program:
             # the resolved copy takes the place of the donated source, which is not read again
             give_up(given)
             given = x
-        to_itself = self._to_itself and device.type != "cpu"
+        to_itself = self._calls.to_itself and device.type != "cpu"
         name = ""
         try:
             for number, stage in enumerate(self.stages):
@@ -161,9 +186,10 @@ class Program:
                     continue
                 target = stage.allocate(device) if room is None else room
                 # library collectives are NCCL's, but a group with NCCL may also be given CPU tensors
-                native = self._native[number] if device.type != "cpu" else None
-                if native is not None:
-                    yield from self._run_native(native, x, target)
+                form = None if target is None else rows_of(target)
+                one = self._calls.find(number, x, form) if device.type != "cpu" else None
+                if one is not None:
+                    yield from self._run_one(one, x, target, async_op)
                     x = target
                     give_up(given)
                     continue
@@ -173,7 +199,8 @@ class Program:
                     work = None
                     if self.plan.communicates:
                         # nothing else has to be done meanwhile: NCCL then runs on the current stream
-                        work = self._exchange(phase, run, device, async_op=async_op or run.stays)
+                        is_async = async_op or run.stays
+                        work = self._exchange(phase, run, run.pack(), device, async_op=is_async)
                     run.local()
                     yield work
                     run.finish()
@@ -195,47 +222,35 @@ class Program:
         give_up(x)
         target = stage.allocate(device) if out is None else out
         run = stage.begin(0, x, target, device)
-        work = self._exchange_buffers(stage.phases[0], run.to, sends, run.from_, run.make_room(), device, True)
+        work = self._exchange(stage.phases[0], run, sends, device, async_op=True)
         stage.unpack_kept(kept, target)
         yield work
         run.finish()
         return target
 
-    def _run_native(
-        self, native: NativeReduction | NativeGather, x: Tensor | None, target: Tensor | None
+    def _run_one(
+        self, one: OneCall, x: Tensor | None, target: Tensor | None, async_op: bool
     ) -> Generator[Waitable | None, None, None]:
         assert self.team is not None, "library collectives have a team"
         assert x is not None, "every rank holds a part"
         assert target is not None, "every rank has a part of the result"
-        dense = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
-        work, buffer = native.start(x, dense, self.team)
+        dense = target
+        if isinstance(one, (NativeGather, NativeReduction)) and not target.is_contiguous():
+            dense = torch.empty_like(target, memory_format=torch.contiguous_format)
+        work, finish = one.start(x, dense, self.team, async_op=async_op)
         yield work
-        native.finish(dense)
+        finish()
         if dense is not target:
             target.copy_(dense)
-        # the collective used the buffer until now
-        del buffer
 
-    def _exchange(self, phase: RankPhase, run: PhaseRun, device: torch.device, *, async_op: bool) -> Waitable | None:
-        assert self.team is not None, "plans that communicate have a team"
-        if self._separate and run.is_flat and device.type != "cpu" and self.team.mixes_exchanges:
-            sizes = run.bytes_received, run.bytes_sent
-            return self.team.exchange(run.make_room_flat(), run.pack_flat(), *sizes, async_op=async_op)
-        return self._exchange_buffers(phase, run.to, run.pack(), run.from_, run.make_room(), device, async_op)
-
-    def _exchange_buffers(
-        self,
-        phase: RankPhase,
-        to: list[int],
-        sends: list[Tensor],
-        from_: list[int],
-        receives: list[Tensor],
-        device: torch.device,
-        async_op: bool,
+    def _exchange(
+        self, phase: RankPhase, run: PhaseRun, sends: list[Tensor], device: torch.device, *, async_op: bool
     ) -> Waitable | None:
+        """Start the exchange of a phase; ``sends``: what ``run`` has packed."""
         assert self.team is not None, "plans that communicate have a team"
+        receives = run.make_room()
         if self._separate:
-            incoming, outgoing = dict(zip(from_, receives)), dict(zip(to, sends))
+            incoming, outgoing = dict(zip(run.from_, receives)), dict(zip(run.to, sends))
             return self.team.exchange_lists(incoming, outgoing, device, async_op=async_op)
         sizes = [
             {message.peer: message.num_elements * self.plan.itemsize for message in messages}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from optim_redist._running.copies import Pair
-from optim_redist._running.views import View, is_dense
+from optim_redist._running.views import View, dense_strides, is_dense
 from optim_redist.moves import Which
 
 Part = tuple[Which, View]  # a piece of a message: in which tensor, and where there
@@ -36,7 +36,10 @@ class Buffers:
         copies: (tensor, view, slot) of what is copied into or out of the buffer of our own.
         num_elements: of that buffer.
         needs_own: whether any buffer lies in it, if only an empty one.
-        is_flat: whether the buffers follow each other in one memory.
+        numbers: of every buffer, its place among those that lie in other places, in the order of memory.
+        sizes: of these.
+        is_one: whether they follow each other in one memory.
+        is_flat: whether, in addition, no two messages share a buffer.
     """
 
     def __init__(self, spans: list[Span], copies: list[tuple[Which, View, View]], num_elements: int) -> None:
@@ -52,8 +55,10 @@ class Buffers:
                 self._runs.append([span])
         self.needs_own = any(span.which is None for span in spans)
         number = {span: k for k, span in enumerate(chain.from_iterable(self._runs))}
-        self._numbers = [number[span] for span in spans]
-        self.is_flat = len(self._runs) == 1 and len(spans) == len(number)
+        self.numbers = [number[span] for span in spans]
+        self.sizes = [span.size for span in number]
+        self.is_one = len(self._runs) == 1
+        self.is_flat = self.is_one and len(spans) == len(number)
 
     def packing(self) -> list[Pair]:
         """The copies into our own buffer."""
@@ -63,9 +68,11 @@ class Buffers:
         """The copies out of our own buffer, which takes the place of the source."""
         return [Pair("src", slot, view) for _, view, slot in self.copies]
 
-    def flat(self, own: Tensor | None, tensors: Mapping[Which, Tensor | None], dtype: torch.dtype) -> Tensor:
-        """The memory of all buffers, if they are flat, in elements of ``dtype``; the tensors are resolved."""
-        return self._memory(self._runs[0], own, tensors, dtype)
+    @property
+    def run(self) -> Span:
+        """The memory of all buffers, if it is one."""
+        first, last = self._runs[0][0], self._runs[0][-1]
+        return Span(first.which, first.start, last.start + last.size - first.start)
 
     def cut(self, own: Tensor | None, tensors: Mapping[Which, Tensor | None], dtype: torch.dtype) -> list[Tensor]:
         """The buffers, as flat views of our own buffer and of the resolved tensors, in elements of ``dtype``."""
@@ -78,7 +85,7 @@ class Buffers:
                 num_elements = run[-1].start + run[-1].size - run[0].start
                 ratio = memory.numel() // max(1, num_elements)
                 found += memory.split_with_sizes([span.size * ratio for span in run])
-        return [found[number] for number in self._numbers]
+        return [found[number] for number in self.numbers]
 
     def _memory(
         self, run: Sequence[Span], own: Tensor | None, tensors: Mapping[Which, Tensor | None], dtype: torch.dtype
@@ -97,13 +104,15 @@ class Buffers:
         return memory if memory.dtype == dtype else memory.view(dtype)
 
 
-def buffers_of(messages: Sequence[Sequence[Part]], *, separate: bool, in_place: bool, shared: bool = False) -> Buffers:
+def buffers_of(
+    messages: Sequence[Sequence[Part]], *, separate: bool, in_place: bool, shared: bool = False, lane: int = 1
+) -> Buffers:
     """The buffers of these messages.
 
     With ``separate`` every message is a group, else all messages are one group. With ``in_place``, a group that is one
     piece of memory needs no copy and is its own buffer. With ``shared``, groups of the same views share a buffer, so
     that what several replicas get is packed once; when receiving, contributions to one place have the same views and
-    need a buffer each.
+    need a buffer each. Every buffer begins at a multiple of ``lane`` elements: in our own memory there may be gaps.
     """
     groups = [list(message) for message in messages] if separate else [[part for m in messages for part in m]]
     spans: list[Span] = []
@@ -115,12 +124,12 @@ def buffers_of(messages: Sequence[Sequence[Part]], *, separate: bool, in_place: 
             spans.append(known[tuple(parts)])
             continue
         span = _span_of(parts) if in_place else None
-        if span is not None:
+        if span is not None and span.start % lane == 0:
             spans.append(span)
             continue
-        start = place
+        start = place = -(-place // lane) * lane
         for which, view in parts:
-            copies.append((which, view, (view[0], _dense_strides(view[0]), place)))
+            copies.append((which, view, (view[0], dense_strides(view[0]), place)))
             place += prod(view[0])
         spans.append(Span(None, start, place - start))
         known[tuple(parts)] = spans[-1]
@@ -137,11 +146,3 @@ def _span_of(parts: Sequence[Part]) -> Span | None:
             return None
         end = offset + prod(sizes)
     return Span(parts[0][0], start, end - start)
-
-
-def _dense_strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(sizes):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))

@@ -22,7 +22,7 @@ from optim_redist.errors import PlanMismatchError, UnsupportedError
 # keeps this package's messages on the world's group apart from those of other code
 _TAG = 0x0ED15
 _groups: dict[tuple[int, ...], tuple[object, ProcessGroup]] = {}
-_nothing: dict[torch.device, Tensor] = {}
+_nothing: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 # by group, the members and digests of texts that were compared. Ranks evict programs and plans at different times, and
 # a rank that compared again alone would wait for ever, so nothing is forgotten while the group lives
 _compared: weakref.WeakKeyDictionary[ProcessGroup, set[tuple[tuple[int, ...], bytes]]] = weakref.WeakKeyDictionary()
@@ -118,14 +118,20 @@ class Team:
                 for sizes, buffer in ((_in_order(received_sizes, self), received), (_in_order(sent_sizes, self), sent))
             )
             return self.exchange_lists(incoming, outgoing, received.device, async_op=async_op)
-        return dist.all_to_all_single(
-            received,
-            sent,
-            [received_sizes.get(rank, 0) for rank in self.members],
-            [sent_sizes.get(rank, 0) for rank in self.members],
-            group=self.group,
-            async_op=async_op,
-        )
+        splits = ([sizes.get(rank, 0) for rank in self.members] for sizes in (received_sizes, sent_sizes))
+        return self.all_to_all(received, sent, *splits, async_op=async_op)
+
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_splits: list[int],
+        sent_splits: list[int],
+        *,
+        async_op: bool = False,
+    ) -> Waitable | None:
+        """One all-to-all of a whole team's dense buffers; how many rows of them are of each member, in group order."""
+        return dist.all_to_all_single(received, sent, received_splits, sent_splits, group=self.group, async_op=async_op)
 
     @lazy
     def mixes_exchanges(self) -> bool:
@@ -144,13 +150,14 @@ class Team:
         *,
         async_op: bool = False,
     ) -> Waitable | None:
-        """One all-to-all with a buffer of bytes per peer, anywhere in memory; peers not named exchange nothing.
+        """One all-to-all with a buffer for each peer, anywhere in memory; peers not named exchange nothing.
 
         A rank may be its own peer if the team is whole and uses NCCL.
         """
         # a group with NCCL uses gloo for CPU tensors, and gloo has no all-to-all of lists
         if self.is_whole and self.is_nccl and device.type != "cpu":
-            nothing = self._nothing(device)
+            some = next(iter(outgoing.values() or incoming.values()), None)
+            nothing = self._nothing(device, torch.uint8 if some is None else some.dtype)
             return dist.all_to_all(
                 [incoming.get(rank, nothing) for rank in self.members],
                 [outgoing.get(rank, nothing) for rank in self.members],
@@ -169,25 +176,25 @@ class Team:
             work.wait()
         return None
 
-    def _nothing(self, device: torch.device) -> Tensor:
+    def _nothing(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """What is exchanged with a rank with which nothing is."""
-        if device not in _nothing:
+        if (device, dtype) not in _nothing:
             # made in inference mode, it could not be used outside of it
             with torch.inference_mode(False):
-                _nothing[device] = torch.empty(0, dtype=torch.uint8, device=device)
-        return _nothing[device]
+                _nothing[device, dtype] = torch.empty(0, dtype=dtype, device=device)
+        return _nothing[device, dtype]
 
-    def all_gather(self, target: Tensor, part: Tensor) -> Waitable | None:
-        """Every member gets all members' flat parts, one after the other, asynchronously."""
-        return all_gather(target, part, self.group, async_op=True)
+    def all_gather(self, target: Tensor, part: Tensor, *, async_op: bool) -> Waitable | None:
+        """Every member gets all members' parts, one after the other."""
+        return all_gather(target, part, self.group, async_op=async_op)
 
-    def all_reduce(self, tensor: Tensor, op: str) -> Waitable | None:
-        """Combine the members' tensors in place, asynchronously."""
-        return dist.all_reduce(tensor, _reduce_op(op), group=self.group, async_op=True)
+    def all_reduce(self, tensor: Tensor, op: str, *, async_op: bool) -> Waitable | None:
+        """Combine the members' tensors in place."""
+        return dist.all_reduce(tensor, _reduce_op(op), group=self.group, async_op=async_op)
 
-    def reduce_scatter(self, target: Tensor, parts: Tensor, op: str) -> Waitable | None:
-        """Combine the members' flat buffers; every member gets its part of the result, asynchronously."""
-        return reduce_scatter(target.view(-1), parts, op, self.group, async_op=True)
+    def reduce_scatter(self, target: Tensor, parts: Tensor, op: str, *, async_op: bool) -> Waitable | None:
+        """Combine the members' dense buffers; every member gets its part of the result."""
+        return reduce_scatter(target, parts, op, self.group, async_op=async_op)
 
     def compare(self, text: str) -> None:
         """Raise on every member unless all of them bring the same text; a text that was compared is not compared again.

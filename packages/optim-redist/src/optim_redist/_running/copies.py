@@ -72,14 +72,14 @@ class Copies:
         return offset == 0 and prod(sizes) == num_elements and is_dense(sizes, strides)
 
     def packed(self, sources: Mapping[Which, Tensor | None]) -> Tensor:
-        """The flat buffer that one copy fills, with fewer calls than ``run`` takes."""
+        """The dense buffer that one copy fills, with fewer calls than ``run`` takes."""
         (which,) = self._which
         source = cast(Tensor, sources[which])
         if self._wide and _is_aligned(source):
             view = view_of(source.view(torch.complex128), self._wide[0].read)
         else:
             view = view_of(as_bits(source), self.pairs[0].read)
-        return view.clone(memory_format=torch.contiguous_format).view(-1)
+        return view.clone(memory_format=torch.contiguous_format)
 
 
 # -- fewer copies

@@ -16,7 +16,9 @@ Nothing is reduced:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Literal
@@ -28,22 +30,14 @@ from optim_redist._methods.library import Collective, library_collective
 from optim_redist._running.buffers import Part, buffers_of
 from optim_redist._running.collectives import Team, Waitable
 from optim_redist._running.copies import Copies
+from optim_redist._running.one_buffer import CARRIED, Outgoing
 from optim_redist._running.rank_program import LOCAL, Message
-from optim_redist._running.views import FLAT
+from optim_redist._running.views import FLAT, Rows
 from optim_redist.index_sets import aligned_runs
 from optim_redist.problem import Problem
 
-# dtypes that NCCL adds and compares: it has no 16-bit integers, and torch gives it no 8-bit floats to reduce
-_REDUCED = {
-    torch.uint8,
-    torch.int8,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-}
+# keeps the buffers of a collective, and is called when it is done
+Finish = Callable[[], None]
 
 
 def _is_faithful(ops: set[str], dtype: torch.dtype) -> bool:
@@ -71,18 +65,20 @@ class NativeReduction:
         op: the operation that combines; sum for averages.
         scale: divisor of the result, for averages and for sums that start by division.
         parts: the members' parts of the source, for reduce-scatter.
+        known: by form of the source, the buffer for reduce-scatter.
     """
 
     kind: Literal["all_reduce", "reduce_scatter"]
     op: str
     scale: int
     parts: Message
+    known: dict[Rows, Outgoing] = field(default_factory=dict)
 
     @classmethod
     def of(cls, problem: Problem, team: Team, dtype: torch.dtype, rank: int) -> NativeReduction | None:
         """The collective that does the whole redistribution on this team, if there is one."""
         kind = _collective_on(problem, team)
-        if kind not in ("all_reduce", "reduce_scatter") or dtype not in _REDUCED:
+        if kind not in ("all_reduce", "reduce_scatter") or dtype not in CARRIED:
             return None
         ops = {op for op, _ in problem.reduced}
         if dtype.is_floating_point and not _is_faithful(ops, dtype):
@@ -103,26 +99,27 @@ class NativeReduction:
                 parts.add(tuple(piece[0] for piece in choice), "src", problem.contribution[rank])
         return cls(kind, op, scale, parts)
 
-    def start(self, x: Tensor, target: Tensor, team: Team) -> tuple[Waitable | None, Tensor]:
-        """Start the collective into a contiguous target; returns its work, and the buffer to keep until it is done."""
+    def start(self, x: Tensor, target: Tensor, team: Team, *, async_op: bool) -> tuple[Waitable | None, Finish]:
+        """Start the collective into a contiguous target; returns its work, and what finishes it."""
         if self.kind == "all_reduce":
             target.copy_(x)
-            return team.all_reduce(target, self.op), target
-        packed = self._packed(x)
-        return team.reduce_scatter(target, packed, self.op), packed
+            return team.all_reduce(target, self.op, async_op=async_op), partial(self._divide, target, target)
+        sent = self._outgoing(x).of(x)
+        return team.reduce_scatter(target, sent, self.op, async_op=async_op), partial(self._divide, target, sent)
 
-    def finish(self, target: Tensor) -> None:
-        """Divide the result, if it is to be."""
+    def _divide(self, target: Tensor, buffer: Tensor) -> None:
+        """``buffer``: what the collective uses until then."""
         if self.scale != 1:
             target.div_(self.scale)
 
-    def _packed(self, x: Tensor) -> Tensor:
-        parts: list[Part] = [("src", view) for view in self.parts.views(x.stride())]
-        buffers = buffers_of([parts], separate=False, in_place=True)
-        packed = torch.empty(buffers.num_elements, dtype=x.dtype, device=x.device)
-        rows = tuple(x.shape), x.stride()
-        Copies(buffers.packing(), x.element_size(), [FLAT, rows]).run({"src": x}, packed)
-        return buffers.flat(packed, {"src": x}, x.dtype)
+    def _outgoing(self, x: Tensor) -> Outgoing:
+        form = tuple(x.shape), x.stride()
+        if form not in self.known:
+            parts: list[Part] = [("src", view) for view in self.parts.views(x.stride())]
+            buffers = buffers_of([parts], separate=False, in_place=True)
+            packs = Copies(buffers.packing(), x.element_size(), [FLAT, form])
+            self.known[form] = Outgoing(buffers, packs, form, x.dtype, [self.parts.num_elements])
+        return self.known[form]
 
 
 class NativeGather:
@@ -135,11 +132,15 @@ class NativeGather:
         in_order = team.members == tuple(sorted(team.members))
         return cls() if in_order and _collective_on(problem, team) == "all_gather" else None
 
-    def start(self, x: Tensor, target: Tensor, team: Team) -> tuple[Waitable | None, Tensor]:
-        """Start the collective into a contiguous target; returns its work, and the buffer to keep until it is done."""
-        part = x.contiguous()
-        # the library has no 16-bit integers
-        return team.all_gather(target.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8)), part
+    def start(self, x: Tensor, target: Tensor, team: Team, *, async_op: bool) -> tuple[Waitable | None, Finish]:
+        """Start the collective into a contiguous target; returns its work, and what finishes it."""
+        part, room = x.contiguous(), target
+        if x.dtype not in CARRIED:
+            part, room = part.view(-1).view(torch.uint8), target.view(-1).view(torch.uint8)
+        elif part.dim() != 1 and len(team.members) * part.shape[0] != target.shape[0]:
+            part, room = part.view(-1), target.view(-1)
+        return team.all_gather(room, part, async_op=async_op), partial(_keep, part)
 
-    def finish(self, target: Tensor) -> None:
-        """Nothing is left to be done."""
+
+def _keep(buffer: Tensor) -> None:
+    """Nothing is left to be done."""

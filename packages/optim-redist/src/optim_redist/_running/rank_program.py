@@ -17,7 +17,7 @@ from math import prod
 
 from optim_redist._running.buffers import Buffers, Part, buffers_of
 from optim_redist._running.copies import Copies, Pair
-from optim_redist._running.views import FLAT, Rows, View
+from optim_redist._running.views import FLAT, WIDE, Rows, View
 from optim_redist.boxes import Box
 from optim_redist.index_sets import Run, aligned_runs
 from optim_redist.moves import Phase, Transfer, Which
@@ -26,6 +26,10 @@ from optim_redist.problem import Problem
 Piece = tuple[Run, ...]
 # bytes of what stays above which a copy beside the exchange is quicker than NCCL's (4×H200: 7 % at 512 MiB)
 _MOST_TO_ITSELF = 1 << 27
+# bytes of a message from which on it pays to copy what does not begin at a multiple of 16 bytes: NCCL is slower there
+# (4×H200, µs of an exchange, both ends aligned / the receiver's / the sender's / none: messages of 32 MiB 350 / 467 /
+# 579 / 608, of 4 MiB 69 / 85 / 96 / 110, of 1 MiB all the same; a copy of 96 MiB takes 82)
+_LEAST_ALIGNED = 1 << 21
 LOCAL = -1  # in place of a peer: no message, the pieces stay within this rank
 
 
@@ -85,7 +89,7 @@ class PhaseViews:
         unpacks: copies out of our own buffer for receiving.
         stays: copies from source to target; none if what stays is a message of the rank to itself.
         to, from_: the rank that each buffer goes to, and comes from.
-        bytes_sent, bytes_received: keyed by these ranks.
+        sent, received: elements, keyed by these ranks.
         packs_at_once: whether one copy fills our own buffer for sending.
     """
 
@@ -96,8 +100,8 @@ class PhaseViews:
     stays: Copies
     to: list[int]
     from_: list[int]
-    bytes_sent: dict[int, int]
-    bytes_received: dict[int, int]
+    sent: dict[int, int]
+    received: dict[int, int]
     packs_at_once: bool
 
     @property
@@ -121,24 +125,27 @@ class RankPhase:
     receives: list[Message] = field(default_factory=list)
     stays_from: Message = field(default_factory=lambda: Message(LOCAL))
     stays_to: Message = field(default_factory=lambda: Message(LOCAL))
-    _known: dict[tuple[Rows, Rows, bool, bool, bool], PhaseViews] = field(default_factory=dict)
+    _known: dict[tuple[Rows, Rows, bool, bool, bool, bool], PhaseViews] = field(default_factory=dict)
 
     def views_for(
-        self, src: Rows, dst: Rows, itemsize: int, *, separate: bool, in_place: bool, to_itself: bool
+        self, src: Rows, dst: Rows, itemsize: int, *, separate: bool, in_place: bool, to_itself: bool, aligned: bool
     ) -> PhaseViews:
         """The phase's buffers and views for a source and a target of these shapes and strides.
 
         With ``separate`` every message has a buffer of its own, and a message whose pieces are one piece of memory is
         sent and received there without a copy; else all messages share one buffer. ``in_place`` allows receiving
         straight into the target. With ``to_itself`` the rank may send itself what stays, which it does where that
-        saves copies: then the blocks of all ranks are alike, and one copy packs them.
+        saves copies: then the blocks of all ranks are alike, and one copy packs them. With ``aligned`` large messages
+        begin at multiples of 16 bytes, for which our own buffers may have to be some bytes larger.
         """
-        key = src, dst, separate, in_place, to_itself
+        key = src, dst, separate, in_place, to_itself, aligned
         found = self._known.get(key)
         if found is None:
-            found = self._make_views(src, dst, itemsize, separate, in_place)
+            largest = max((message.num_elements for message in (*self.sends, *self.receives)), default=0) * itemsize
+            lane = max(1, WIDE // itemsize) if aligned and separate and largest >= _LEAST_ALIGNED else 1
+            found = self._make_views(src, dst, itemsize, separate, in_place, lane)
             if to_itself and self._stays_like_a_message(_MOST_TO_ITSELF // itemsize):
-                other = self._make_views(src, dst, itemsize, separate, in_place, to_itself=True)
+                other = self._make_views(src, dst, itemsize, separate, in_place, lane, to_itself=True)
                 if other.num_copied <= self._num_moved:
                     found = min(found, other, key=lambda views: views.num_copies)
             self._known[key] = found
@@ -155,7 +162,14 @@ class RankPhase:
         return 0 < self.stays_from.num_elements <= min(largest, most)
 
     def _make_views(
-        self, src: Rows, dst: Rows, itemsize: int, separate: bool, in_place: bool, to_itself: bool = False
+        self,
+        src: Rows,
+        dst: Rows,
+        itemsize: int,
+        separate: bool,
+        in_place: bool,
+        lane: int,
+        to_itself: bool = False,
     ) -> PhaseViews:
         sending, receiving = self.sends, self.receives
         stays: list[Pair] = []
@@ -170,8 +184,9 @@ class RankPhase:
             [(read, message.views(strides[read])[k]) for k, read in enumerate(message.read)] for message in sending
         ]
         incoming: list[list[Part]] = [[("dst", view) for view in message.views(dst[1])] for message in receiving]
-        sends = buffers_of(outgoing, separate=separate, in_place=True, shared=True)
-        receives = buffers_of(incoming, separate=separate, in_place=in_place)
+        sends = buffers_of(outgoing, separate=separate, in_place=True, shared=True, lane=lane)
+        # what is combined is looked for side by side
+        receives = buffers_of(incoming, separate=separate, in_place=in_place, lane=lane if in_place else 1)
         forms: dict[Which, Rows] = {"src": src, "dst": dst}
         packs = Copies(
             sends.packing(), itemsize, [FLAT, *(forms[which] for which in {part[0] for part in sends.copies})]
@@ -184,8 +199,8 @@ class RankPhase:
             stays=Copies(stays, itemsize, [src, dst]),
             to=[message.peer for message in sending],
             from_=[message.peer for message in receiving],
-            bytes_sent={message.peer: message.num_elements * itemsize for message in sending},
-            bytes_received={message.peer: message.num_elements * itemsize for message in receiving},
+            sent={message.peer: message.num_elements for message in sending},
+            received={message.peer: message.num_elements for message in receiving},
             packs_at_once=packs.fills(sends.num_elements),
         )
 

@@ -19,7 +19,7 @@ from optim_redist._running.buffers import Buffers
 from optim_redist._running.copies import Copy, copy_together, copy_views
 from optim_redist._running.rank_program import Message, PhaseViews, rank_phases
 from optim_redist._running.reduction import Reduction, fill_identity
-from optim_redist._running.views import Rows, as_bits, bits_type, view_of
+from optim_redist._running.views import Rows, as_bits, bits_type, rows_of, view_of
 from optim_redist.moves import FINISHED, Phase, Which
 from optim_redist.problem import Problem
 
@@ -39,14 +39,20 @@ class PhaseRun:
     """
 
     def __init__(
-        self, stage: StageProgram, k: int, src: Tensor | None, dst: Tensor | None, device: torch.device, to_itself: bool
+        self,
+        stage: StageProgram,
+        k: int,
+        views: PhaseViews,
+        src: Tensor | None,
+        dst: Tensor | None,
+        device: torch.device,
     ) -> None:
-        self._stage, self._k, self._device = stage, k, device
-        self._views = stage.views(k, src, dst, to_itself)
+        """``views``: of phase k, for tensors of the forms of these."""
+        self._stage, self._k, self._views, self._device = stage, k, views, device
         self._tensors: dict[Which, Tensor | None] = {"src": src, "dst": dst}
         self._packed: Tensor | None = None
         self._arrived: Tensor | None = None
-        self.stays = bool(self._views.stays.pairs) and not stage.combines_in(k)
+        self.stays = bool(views.stays.pairs) and not stage.combines_in(k)
 
     @property
     def to(self) -> list[int]:
@@ -58,44 +64,19 @@ class PhaseRun:
         """The rank that each buffer comes from."""
         return self._views.from_
 
-    @property
-    def bytes_sent(self) -> dict[int, int]:
-        """What goes to each rank."""
-        return self._views.bytes_sent
-
-    @property
-    def bytes_received(self) -> dict[int, int]:
-        """What comes from each rank."""
-        return self._views.bytes_received
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether both the buffers to send and those to receive into follow each other in one memory."""
-        return self._views.sends.is_flat and self._views.receives.is_flat
-
     def pack(self) -> list[Tensor]:
         """Copy what is sent, where it does not lie in one piece; the buffers to send."""
         self._fill()
         return self._views.sends.cut(self._packed, self._tensors, self._stage.sent_as)
-
-    def pack_flat(self) -> Tensor:
-        """As ``pack``; the memory of all buffers, which are flat."""
-        self._fill()
-        return self._views.sends.flat(self._packed, self._tensors, self._stage.sent_as)
 
     def make_room(self) -> list[Tensor]:
         """The buffers to receive into."""
         self._arrived = self._own(self._views.receives)
         return self._views.receives.cut(self._arrived, self._tensors, self._stage.sent_as)
 
-    def make_room_flat(self) -> Tensor:
-        """As ``make_room``; the memory of all buffers, which are flat."""
-        self._arrived = self._own(self._views.receives)
-        return self._views.receives.flat(self._arrived, self._tensors, self._stage.sent_as)
-
     def _fill(self) -> None:
         if self._views.packs_at_once:
-            self._packed = self._views.packs.packed(self._tensors)
+            self._packed = self._views.packs.packed(self._tensors).view(-1)
         else:
             self._packed = self._own(self._views.sends)
             self._views.packs.run(self._tensors, self._packed)
@@ -136,11 +117,13 @@ class StageProgram:
         src: Layout,
         dst: Layout,
         separate: bool,
+        aligned: bool,
     ) -> None:
         """``reducing``: for every phase, whether it brings contributions to any rank, even if not to this one.
 
         ``src`` and ``dst`` are the problem's layouts as the caller wrote them, in which empty parts may have other
         shapes. With ``separate`` every message has a buffer of its own, else all messages of a phase share one.
+        ``aligned`` as for ``RankPhase.views_for``.
         """
         self.dtype = dtype
         self.separate = separate
@@ -149,6 +132,7 @@ class StageProgram:
         self.sent_as = torch.uint8 if separate else self.bits
         self.phases = rank_phases(problem, phases, rank)
         self._reducing = reducing
+        self._aligned = aligned
         self.src_shape = _local_shape(src, problem.shape, rank)
         self.dst_shape = _local_shape(dst, problem.shape, rank)
         self.reduction = Reduction.of(problem.reduced, dtype) if problem.num_contributions > 1 else None
@@ -187,7 +171,8 @@ class StageProgram:
         self, k: int, src: Tensor | None, dst: Tensor | None, device: torch.device, *, to_itself: bool = False
     ) -> PhaseRun:
         """Phase k between these tensors; with ``to_itself``, what stays may be a message of the rank to itself."""
-        return PhaseRun(self, k, src, dst, device, to_itself)
+        views = self.views(k, rows_of(src), rows_of(dst), to_itself=to_itself)
+        return PhaseRun(self, k, views, src, dst, device)
 
     def pack_all(self, src: Tensor | None, device: torch.device) -> tuple[list[Tensor], Tensor]:
         """Copies of what the only phase sends, and of what it keeps; nothing reads the source after that."""
@@ -196,7 +181,7 @@ class StageProgram:
         # what would be sent from where it lies in the source, too
         sends = [
             buffer if span.which is None else buffer.clone()
-            for span, buffer in zip(self.views(0, src, like).sends.spans, run.pack())
+            for span, buffer in zip(self.views(0, rows_of(src), rows_of(like)).sends.spans, run.pack())
         ]
         kept = torch.empty(stays.num_elements, dtype=self.bits, device=device)
         copy_together(self.packing(stays, kept, src, None))
@@ -221,7 +206,7 @@ class StageProgram:
         """The copies of ``local``."""
         if not self.phases[k].stays_from.pieces or self.combines_in(k):
             return []
-        return self.views(k, src, dst).stays.between({"src": src}, dst)
+        return self.views(k, rows_of(src), rows_of(dst)).stays.between({"src": src}, dst)
 
     def combine(self, k: int, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor) -> None:
         """Reduce what arrived in phase k and this rank's own contributions into the target."""
@@ -272,16 +257,17 @@ class StageProgram:
 
     # -- what phases look up
 
-    def views(self, k: int, src: Tensor | None, dst: Tensor | None, to_itself: bool = False) -> PhaseViews:
+    def views(self, k: int, src: Rows, dst: Rows, *, to_itself: bool = False) -> PhaseViews:
         """The buffers and views of phase k for tensors of these forms."""
         combines = self.combines_in(k)
         return self.phases[k].views_for(
-            _rows(src),
-            _rows(dst),
+            src,
+            dst,
             self.dtype.itemsize,
             separate=self.separate,
             in_place=not combines,
             to_itself=to_itself and not combines,
+            aligned=self._aligned,
         )
 
     def combines_in(self, k: int) -> bool:
@@ -311,6 +297,8 @@ def stage_programs(plan: Plan, rank: int, *, separate: bool = False) -> list[Sta
                 src=problem.src if number else plan.src,
                 dst=plan.dst if number == last else problem.dst,
                 separate=separate,
+                # gaps between messages are not counted
+                aligned=plan.memory_limit is None,
             )
         )
     return found
@@ -323,10 +311,6 @@ def slots(messages: Sequence[Message], buffer: Tensor) -> list[tuple[Message, Te
         found.append((message, buffer[place : place + message.num_elements]))
         place += message.num_elements
     return found
-
-
-def _rows(tensor: Tensor | None) -> Rows:
-    return ((), ()) if tensor is None else (tuple(tensor.shape), tensor.stride())
 
 
 def _bits(tensor: Tensor | None) -> Tensor | None:

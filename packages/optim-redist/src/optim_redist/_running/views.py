@@ -95,6 +95,20 @@ def is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
+def dense_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of these sizes."""
+    strides, step = [], 1
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
+
+
+def rows_of(tensor: Tensor | None) -> Rows:
+    """Shape and strides of a tensor, empty if there is none."""
+    return ((), ()) if tensor is None else (tuple(tensor.shape), tensor.stride())
+
+
 def view_of(tensor: Tensor, view: View) -> Tensor:
     """The view, given relative to the tensor's first element."""
     sizes, strides, offset = view
