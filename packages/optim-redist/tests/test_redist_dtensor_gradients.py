@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +113,54 @@ def _other_ranks(rank: int, world: int) -> None:
 
 def test_adjoint_across_meshes() -> None:
     run_ranks(_other_ranks, 3)
+
+
+def _local_losses_of_some(rank: int, world: int) -> None:
+    """Every rank goes on with ``to_local()``, also the one outside of the target's mesh."""
+    full = _numbers(0)
+    device_mesh, pair = init_device_mesh("cpu", (world,)), DeviceMesh("cpu", [2, 0])
+    for placement in (*PLACED, Partial()):
+        start = distribute_tensor(full, device_mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+        local = redistribute(start, pair, [placement]).to_local()
+        assert (local.numel() == 0) == (rank == 1)
+        (local**2 if placement != Partial() else local).sum().backward()
+        assert start.grad is not None
+        expected = 2 * full if placement != Partial() else torch.ones_like(full)
+        assert torch.equal(start.grad.full_tensor(), expected), placement
+
+
+def test_ranks_outside_of_a_mesh_run_backward_through_to_local() -> None:
+    run_ranks(_local_losses_of_some, 3)
+
+
+class _Unfollowed(torch.autograd.Function):
+    """Some ranks' losses do not depend on the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, depends: bool) -> Tensor:
+        ctx.depends = depends
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override]
+        return gradient if ctx.depends else None, None
+
+
+def _some_losses(rank: int, world: int) -> None:
+    full, device_mesh = _numbers(0), init_device_mesh("cpu", (world,))
+    for placement in (Replicate(), Shard(1)):
+        start = distribute_tensor(full, device_mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+        moved = redistribute(start, None, [placement], grad="adjoint")
+        _Unfollowed.apply(moved, rank == 0).to_local().sum().backward()
+        mine = torch.ones_like(full)
+        if placement == Shard(1):
+            mine[:, full.shape[1] // 2 :] = 0
+        assert start.grad is not None
+        assert torch.equal(start.grad.full_tensor(), mine), placement
+
+
+def test_a_rank_whose_loss_does_not_depend_on_the_result_moves_zeros() -> None:
+    run_ranks(_some_losses, 2)
 
 
 def _refused(rank: int, world: int) -> None:

@@ -99,7 +99,8 @@ def redistribute(
 ) -> DTensor | Handle[DTensor]:
     """The tensor in other placements, on its own device mesh or another; differentiable.
 
-    Every rank of either mesh has to call; a rank outside a mesh has an empty local tensor there. If every rank's part
+    Every rank of either mesh has to call; a rank outside a mesh has an empty local tensor there, with as many
+    dimensions, so that ``to_local()`` has a gradient. If every rank's part
     stays as it is, the result shares memory with ``dtensor``, else it has its own. As with ``DTensor.redistribute``,
     autograd does not see that writing to one of two tensors that share memory changes the other.
 
@@ -205,11 +206,19 @@ class _Redistribute(torch.autograd.Function):
         order = tuple((shard_order_of(dtensor) or {}).items())
         ctx.back = Place(dtensor.device_mesh, placements, order, after.dtype, dtensor.dtype)
         ctx.place, ctx.after = place, after
-        return _move(dtensor, place, after.memory_limit, read_as=read_as)
+        ctx.set_materialize_grads(False)
+        moved = _move(dtensor, place, after.memory_limit, read_as=read_as)
+        ctx.shape, ctx.local_shape, ctx.like = moved.shape, moved._local_tensor.shape, moved._local_tensor.new_empty(0)
+        return moved
 
     @staticmethod
-    def backward(ctx: Any, *gradients: DTensor) -> tuple[Any, None, None, None]:
+    def backward(ctx: Any, *gradients: DTensor | None) -> tuple[Any, None, None, None]:
         gradient, read_as = gradients[0], None
+        if gradient is None:
+            # this rank's loss does not depend on the result, but other ranks' losses may, and they wait for this one
+            place = ctx.place._replace(placements=_dual(ctx.place.mesh, ctx.place.placements, "replicate"))
+            zeros = ctx.like.new_zeros(ctx.local_shape)
+            gradient = DTensor(zeros, specification(place, ctx.shape, None, zeros.dtype), requires_grad=False)
         if ctx.after.rule == "adjoint":
             read_as = gradient.placements
             if gradient.device_mesh == ctx.place.mesh:
@@ -290,7 +299,7 @@ def _wrapped(moved: Tensor | None, dtensor: DTensor, place: Place, local: Tensor
     cloned: a write to shared memory would change this rank's replica of the source, but not those on other ranks.
     """
     shape = dtensor.shape
-    part = moved if moved is not None else local.new_empty(0 if shape else ())
+    part = moved if moved is not None else local.new_empty([0] * len(shape))
     if moved is local and not stays:
         part = local.clone(memory_format=torch.contiguous_format)
     if place.arrives_as is not None:
