@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from functools import partial
+from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from redist_cases import part_of
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import optim_redist as redist
-from optim_redist import Layout, LayoutError, Mesh, execute
+from optim_redist import Layout, LayoutError, Mesh, UnsupportedError, execute
 from optim_redist.gradients import GradientRule
 from optim_utils.testing import run_ranks
 
@@ -132,6 +136,8 @@ def _options(rank: int, world_size: int) -> None:
         lambda x: redist.redistribute_local(tensor=x, shape=(5, x.shape[1]), **layouts, dtype=x.dtype),
         lambda x: redist.redistribute_local(x, torch.Size(UNEVEN), ROWS, COLUMNS, memory_limit=2**17),
         lambda x: redist.redistribute_local(x, UNEVEN, ROWS, PENDING, partial_init="divide"),
+        lambda x: redist.redistribute_local(x, UNEVEN, ROWS, COLUMNS, memory_limit=2.5**17),
+        lambda x: redist.redistribute_local(x, UNEVEN, ROWS, COLUMNS, memory_limit=inf),
     ]
     broken: list[Any] = [
         lambda x: redist.redistribute_local(x, UNEVEN, ROWS, COLUMNS, out=out),
@@ -150,6 +156,13 @@ def _options(rank: int, world_size: int) -> None:
         assert found is None or torch.equal(found, expected)
     with pytest.raises((RuntimeError, LayoutError), match=r"the source tensor has shape \(1, 1\), its layout says"):
         torch.compile(taken[0], backend="eager")(torch.ones(1, 1))
+    torch._dynamo.reset()
+    unknown: Any = {"memory_limits": 2**17}
+    with pytest.raises(TypeError, match="memory_limits"):
+        torch.compile(lambda x: redist.redistribute_local(x, UNEVEN, ROWS, COLUMNS, **unknown), backend="eager")(part)
+    if has_effects:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="a graph takes redistribute_local without out,"):
+            torch.compile(broken[0], backend="eager", fullgraph=True)(part)
 
 
 def _needed_on_one_rank(x: Tensor, rank: int) -> Tensor:
@@ -164,6 +177,63 @@ def _same_calls(rank: int, world_size: int, backend: str) -> None:
     for _ in range(2):
         found = torch.compile(function, backend=backend, fullgraph=True)(part_of(full, ROWS, rank))
         assert torch.equal(found, full * (2 if rank else 6))
+
+
+def _as_another_rank(rank: int, world_size: int, path: str) -> None:
+    """The ranks exchange their numbers, and compiled functions have the old ones in their graphs."""
+    full = torch.arange(20.0).reshape(UNEVEN)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def function(x: Tensor) -> Tensor:
+        moved = redist.redistribute_local(x, UNEVEN, WHOLE, ROWS, grad="adjoint")
+        assert moved is not None
+        return moved * moved
+
+    function(full.requires_grad_()).sum().backward()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=1 - rank, world_size=world_size)
+    with pytest.raises(UnsupportedError, match=rf"was traced on rank {rank}, and this process is rank {1 - rank} now"):
+        function(full)
+    torch.compiler.reset()
+    full.grad = None
+    function(full).sum().backward()
+    rows = torch.arange(5)[:, None]
+    # of five rows rank 0 has three
+    assert torch.equal(full.grad, 2 * full.detach() * ((rows < 3) if rank else (rows >= 3)))
+
+
+def _saved() -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.optim_redist.move.default])
+
+
+def _checkpointed(rank: int, world_size: int, backend: str) -> None:
+    def block(x: Tensor) -> Tensor:
+        moved = redist.redistribute_local(x.sin(), UNEVEN, ROWS, WHOLE, grad="adjoint")
+        assert moved is not None
+        return moved.sin()
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def function(x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=False, context_fn=_saved)
+
+    full = torch.arange(20.0, dtype=torch.float64).reshape(UNEVEN)
+    found = []
+    for called in (function, block):
+        x = part_of(full, ROWS, rank).requires_grad_()
+        called(x).sum().backward()
+        found.append(x.grad)
+    assert torch.allclose(*found, rtol=1e-12)
+
+
+@in_graphs
+def test_a_graph_of_another_rank_is_refused(tmp_path: Path) -> None:
+    run_ranks(_as_another_rank, 2, str(tmp_path / "store"))
+
+
+@in_graphs
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_moves_in_checkpointed_blocks_are_saved(backend: str) -> None:
+    run_ranks(_checkpointed, 2, backend)
 
 
 @in_graphs

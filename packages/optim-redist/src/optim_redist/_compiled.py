@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.library import custom_op
 
 from optim_redist._running import collectives
-from optim_redist.errors import LayoutError
-from optim_redist.execute import default_model, program_for
+from optim_redist.errors import LayoutError, UnsupportedError
+from optim_redist.execute import default_model, program_for, redistribute_local
 from optim_redist.gradients import GradientRule, check_linear, check_rule, way_back
 from optim_redist.layout import Layout, PartialInit
-from optim_redist.planning import plan
+from optim_redist.planning import plan, whole_bytes
 from optim_redist.plans import Plan
 from optim_redist.shares import put_back
 
@@ -53,14 +53,22 @@ def takes(
     cost_model: Any = None,
     topology: Any = None,
     donate: bool = False,
-    **others: Any,
+    memory_limit: Any = None,
+    device: Any = None,
+    copy: Any = True,
+    grad: Any = "replicate",
+    partial_init: Any = "owner",
+    **unknown: Any,
 ) -> bool:
-    """Whether the operator does what ``redistribute_local`` does with these arguments."""
-    if not _IS_ORDERED:
+    """Whether the operator does what ``redistribute_local`` does with these arguments; it refuses the unknown ones."""
+    if not _IS_ORDERED or unknown:
         return False
     if out is not None or group is not None or cost_model is not None or topology is not None or async_op or donate:
         return False
     if not isinstance(src, Layout) or not isinstance(dst, Layout) or type(tensor) not in (Tensor, torch.nn.Parameter):
+        return False
+    # of options of other types, the function says what is wrong with them
+    if not isinstance(memory_limit, int | float | None) or not all(isinstance(o, str) for o in (grad, partial_init)):
         return False
     return (dtype is None or dtype == tensor.dtype) and _is_inside(src.to_text(), dst.to_text())
 
@@ -71,14 +79,24 @@ def moved(
     src: Layout,
     dst: Layout,
     *,
-    memory_limit: int | None = None,
+    memory_limit: float | None = None,
     grad: str = "replicate",
     partial_init: str = "owner",
     **others: Any,
 ) -> Tensor:
     """``redistribute_local`` by the operator."""
-    found: Tensor = move(tensor, tuple(shape), src.to_text(), dst.to_text(), _rank(), memory_limit, grad, partial_init)
+    limit = whole_bytes(memory_limit)
+    found: Tensor = move(tensor, tuple(shape), src.to_text(), dst.to_text(), _rank(), limit, grad, partial_init)
     return found
+
+
+# what a graph break says, and the error of fullgraph=True
+_REASON = (
+    "a graph takes redistribute_local without out, async_op, donate, group, cost_model and topology, for a tensor of "
+    "its dtype, between layouts that are made outside of the compiled function and have this rank, where torch has "
+    "ordered effects"
+)
+untraced = torch.compiler.disable(cast(Any, redistribute_local).__wrapped__, reason=_REASON)
 
 
 @lru_cache(maxsize=4096)
@@ -107,6 +125,11 @@ def move(
     partial_init: str,
 ) -> Tensor:
     """This rank's part of the target, in memory of its own."""
+    if rank != collectives.my_rank():
+        raise UnsupportedError(
+            f"this compiled function was traced on rank {rank}, and this process is rank {collectives.my_rank()} now; "
+            "call torch.compiler.reset() when process groups are made anew, so that it is traced again"
+        )
     found = program_for(_plan(part, shape, src, dst, memory_limit, partial_init))(part)
     assert found is not None, "this rank is in the target"
     return found.clone(memory_format=torch.contiguous_format) if found is part else found

@@ -33,8 +33,8 @@ def traced(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]
             moved = cast(Callable[Arguments, Result], _compiled.moved)
             if takes(*args, **kwargs):
                 return moved(*args, **kwargs)
-            hidden: Callable[Arguments, Result] = torch.compiler.disable(function)
-            return hidden(*args, **kwargs)
+            untraced = cast(Callable[Arguments, Result], _compiled.untraced)
+            return untraced(*args, **kwargs)
         return function(*args, **kwargs)
 
     return called
