@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from math import prod
+from threading import Event, Thread
 from typing import Any, cast
 
 import pytest
@@ -574,6 +575,29 @@ def test_a_handle_raises_again_what_went_wrong() -> None:
             handle.wait()
 
 
+def test_threads_wait_for_a_handle_together() -> None:
+    is_waiting, goes_on = Event(), Event()
+
+    class Work:
+        def wait(self) -> None:
+            is_waiting.set()
+            goes_on.wait(timeout=10)
+
+    def steps() -> Any:
+        yield Work()
+        return "the result"
+
+    handle, found = Handle(steps()), []
+    threads = [Thread(target=lambda: found.append(handle.wait())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        is_waiting.wait(timeout=10)
+    goes_on.set()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert found == ["the result"] * 2
+
+
 def _left_alone(rank: int, world: int, call: str) -> list[str]:
     """The notes of the error where rank 2 has gone."""
     mesh = Mesh(4)
@@ -713,6 +737,12 @@ def test_a_handle_goes_on_in_the_stream_in_which_it_began(monkeypatch: pytest.Mo
     assert seen == [there] * 4
     assert here.follows == [there]
     assert made.used_on is (None if kind == "none" else here)
+    # waited for again on a third stream, which has to follow, too
+    third = _Stream()
+    with switched(third):
+        handle.wait()
+    assert third.follows == [there]
+    assert made.used_on is (None if kind == "none" else third)
     seen.clear()
     Handle(steps(), torch.device("cuda")).wait()
     assert seen == [here] * 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from threading import Lock
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -20,7 +21,8 @@ class Handle(Generic[Result]):
 
     It may read the source until then, so do not write to the source before, as with torch's asynchronous collectives.
 
-    Waiting twice is harmless; the second ``wait`` raises the same error as the first, if any. A handle that is dropped
+    Waiting twice is harmless, also in several threads, which all wait for the end; every ``wait`` raises the same error
+    as the first, if any. A handle that is dropped
     without ``wait`` warns and waits at that moment. A redistribution of several exchanges, as under a memory limit,
     starts the later ones inside ``wait``, so all ranks must wait for such handles in the same order.
 
@@ -33,6 +35,7 @@ class Handle(Generic[Result]):
         """``device``: where the buffers are; None if there are none, or if ``wait`` follows on the same stream."""
         self._is_inference = torch.is_inference_mode_enabled()
         self._stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
+        self._lock = Lock()
         self._result: Result
         self._error: BaseException | None = None
         self._work = next(steps, None)
@@ -42,14 +45,16 @@ class Handle(Generic[Result]):
     @uncompiled  # traced by the compiler, its streams would be freed too early, which crashes the process
     def wait(self) -> Result:
         """Finish, and return this rank's target (None where it has none), or the targets of many tensors."""
-        steps, self._steps = self._steps, None
-        if steps is not None:
-            with self._as_begun():
-                self._finish(steps)
-            if self._stream is not None:
-                _hand_over(self._result, self._stream)
+        with self._lock:
+            steps, self._steps = self._steps, None
+            if steps is not None:
+                with self._as_begun():
+                    self._finish(steps)
         if self._error is not None:
             raise self._error
+        if self._stream is not None:
+            # to each stream on which it is waited for
+            _hand_over(self._result, self._stream)
         return self._result
 
     def _finish(self, steps: Generator[Waitable | None, None, Result]) -> None:
