@@ -10,6 +10,8 @@ import pytest
 import torch
 from redist_cases import Case, contributions_of, part_of, random_case
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import grad, vmap
 
 from optim_redist import (
     Cyclic,
@@ -21,6 +23,7 @@ from optim_redist import (
     UnsupportedError,
     plan,
     redistribute_local,
+    redistribute_many,
     verify,
 )
 from optim_redist.gradients import GradientRule, dual, way_back
@@ -296,6 +299,39 @@ def _parameters(rank: int, world: int) -> None:
 
 def test_gradients_of_what_stays_and_what_moves_are_added() -> None:
     run_ranks(_parameters, 2)
+
+
+def _values_that_are_more(rank: int, world: int) -> None:
+    """Values would move, and tangents or batches be lost, on a rank whose part stays, too."""
+    mine, rows = torch.ones(2, 4), Layout(PAIR, [0, None])
+    for target in (Layout(PAIR, [None, 0]), rows):
+
+        def moved(tensor: Tensor, target: Layout = target) -> Any:
+            return redistribute_local(tensor, (4, 4), rows, target)
+
+        for transform in (vmap, lambda function: grad(lambda tensor: function(tensor).sum())):
+            with pytest.raises(UnsupportedError, match=r"source tensor is inside of a transform of torch\.func"):
+                transform(moved)(mine[None])
+        with forward_ad.dual_level():
+            for primal in (mine, mine.clone().requires_grad_()):
+                dual_tensor = forward_ad.make_dual(primal, mine)
+                with pytest.raises(UnsupportedError, match="source tensor has a tangent of forward-mode"):
+                    moved(dual_tensor)
+                with pytest.raises(UnsupportedError, match="'w' has a tangent of forward-mode"):
+                    redistribute_many({"w": (dual_tensor, (4, 4), rows, target)})
+            # without a tangent, it is a tensor like any other
+            assert torch.equal(moved(mine), torch.ones(target.local_shape((4, 4), rank)))
+        start = mine.clone().requires_grad_()
+        result = moved(start)
+        with pytest.raises(UnsupportedError, match=r"source tensor is torch\.sparse_coo, .*; give \.to_dense\(\)"):
+            result.backward(torch.ones_like(result).to_sparse())
+        result = moved(start)
+        with pytest.raises(UnsupportedError, match="or of batched gradients"):
+            torch.autograd.grad(result, start, torch.ones(3, *result.shape), is_grads_batched=True)
+
+
+def test_tensors_that_are_more_than_values_are_refused() -> None:
+    run_ranks(_values_that_are_more, 2)
 
 
 def test_what_has_no_gradient_is_refused_by_name() -> None:

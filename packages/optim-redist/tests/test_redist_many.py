@@ -141,6 +141,11 @@ def test_errors_name_the_tensor() -> None:
         redistribute_many({"b": (torch.zeros(2), (3,), one, one)})
     with pytest.raises(LayoutError, match=r"'b' is a tensor of torch\.float32, and dtype=torch\.int8 was given"):
         redistribute_many({"b": (torch.zeros(3), (3,), one, one, torch.int8)})
+    with pytest.raises(UnsupportedError, match=r"'b' is a ndarray, this takes a torch\.Tensor or None"):
+        redistribute_many({"b": (torch.zeros(3).numpy(), (3,), one, one)})
+    apart = {"a": (torch.zeros(3), (3,), one, one), "b": (torch.zeros(3, device="meta"), (3,), one, one)}
+    with pytest.raises(LayoutError, match=r"'a' is on cpu, and 'b' on meta; .* call once for each device"):
+        redistribute_many(apart)
     with pytest.raises(LayoutError, match=r"'b' is a tuple of 3, .* \(tensor, shape, src, dst\[, dtype\]\)"):
         redistribute_many({"b": (torch.zeros(3), (3,), one)})
     with pytest.raises(LayoutError, match="0 is a Tensor, not an Item"):

@@ -13,7 +13,7 @@ from optim_redist._autograd import Move, followed
 from optim_redist._recent import Recent
 from optim_redist._running import collectives
 from optim_redist._running.stage_program import StageProgram, slots
-from optim_redist._running.views import resolved
+from optim_redist._running.views import refuse_other_than_values, resolved
 from optim_redist._traced import traced
 from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import LayoutError, UnsupportedError, noting
@@ -156,11 +156,16 @@ def redistribute_local(
             run before. A rank whose plan has run does not compare it again, and a rank in whose plan nothing moves has
             none to compare; then the other ranks wait for it or fail in the backend. So do ranks that call with layouts
             on different sets of ranks, which make different process groups, unless ``group`` is given.
-        UnsupportedError: if autograd records and ``out`` requires a gradient, which would be lost; if ``tensor`` does,
-            and ``out``, ``async_op`` or ``donate`` is given or a minimum, maximum or product is pending; or if
-            ``memory_limit`` has no room for ``out`` beside what the plan counts, or for the copy that resolves a
-            pending conjugation or negation of ``tensor``.
+        UnsupportedError: if a tensor is sparse, inside of a transform of ``torch.func``, or has a tangent of
+            forward-mode differentiation; if autograd records and ``out`` requires a gradient, which would be lost; if
+            ``tensor`` does, and ``out``, ``async_op`` or ``donate`` is given or a minimum, maximum or product is
+            pending; or if ``memory_limit`` has no room for ``out`` beside what the plan counts, or for the copy that
+            resolves a pending conjugation or negation of ``tensor``.
     """
+    if out is not None and not isinstance(out, Tensor):
+        refuse_other_than_values(out, f"rank {collectives.my_rank()}: the out tensor")
+    if tensor is not None and not isinstance(tensor, Tensor):
+        refuse_other_than_values(tensor, f"rank {collectives.my_rank()}: the source tensor")
     if out is not None and out.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(
             f"out of shape {tuple(out.shape)} requires a gradient, and redistribute_local would write to it unseen by "
@@ -176,6 +181,7 @@ def redistribute_local(
     if cost_model is None:
         cost_model = default_model(group)
     if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+        refuse_other_than_values(tensor, f"rank {collectives.my_rank()}: the source tensor")
         _refuse_unfollowed(tensor, out=out is not None, async_op=async_op, donate=donate)
         check_linear(src, dst)
         sides = src, dst

@@ -20,7 +20,7 @@ from optim_redist._running.collectives import Waitable
 from optim_redist._running.donated import refuse_undonatable
 from optim_redist._running.many_program import ManyProgram
 from optim_redist._running.uncompiled import uncompiled
-from optim_redist._running.views import arrived, refuse_dtensor
+from optim_redist._running.views import arrived, refuse_other_than_values
 from optim_redist.cost import CommModel
 from optim_redist.errors import LayoutError
 from optim_redist.handle import Handle, done
@@ -170,7 +170,7 @@ def redistribute_many(
         cost_model, partial_init: as for ``plan``.
 
     Raises:
-        LayoutError: if a tensor's shape or dtype is not what its item says.
+        LayoutError: if a tensor's shape or dtype is not what its item says, or tensors are on different devices.
         PlanInfeasibleError: if some rank would hold more than ``memory_limit``; it carries the certificate.
         PlanMismatchError: in the first call with these tensors, if ranks differ in tensors, in options, or in names
             (compared if all are strings).
@@ -185,10 +185,13 @@ def redistribute_many(
     if not chosen:
         nothing: dict[Name, Tensor | None] | list[Tensor | None] = {} if isinstance(items, Mapping) else []
         return Handle(done(nothing)) if async_op else nothing
+    rank = collectives.my_rank()
+    for name, item in zip(names, chosen):
+        refuse_other_than_values(item.tensor, f"rank {rank}: {name!r}")
     plans = [_plan_of(name, item, cost_model, partial_init) for name, item in zip(names, chosen)]
     # names that are not strings need not have the same text on every rank
     agreed = tuple(names) if all(isinstance(name, str) for name in names) else ()
-    key = (tuple(map(id, plans)), bucket_bytes, limit, donate, id(group), collectives.my_rank(), agreed)
+    key = (tuple(map(id, plans)), bucket_bytes, limit, donate, id(group), rank, agreed)
     world = collectives.world()
     known = _many_programs.find(key)
     if known is None or known[0] is not world or any(a is not b for a, b in zip(known[1].plans, plans)):
@@ -197,12 +200,12 @@ def redistribute_many(
     program = known[1]
     tensors = [arrived(item.tensor) for item in chosen]
     for name, tensor, stage in zip(names, tensors, program.stages):
-        refuse_dtensor(tensor, f"rank {program.rank}: {name!r}")
         found = None if tensor is None else tuple(tensor.shape)
         if found != stage.src_shape:
             raise LayoutError(
                 f"rank {program.rank}: {name!r} has local shape {found}, its source layout says {stage.src_shape}"
             )
+    _check_devices(program.rank, names, tensors)
     program.check_resolving(tensors)
     if donate:
         _check_donated(program.rank, names, tensors)
@@ -234,6 +237,20 @@ def _as_item(name: Hashable, given: Any) -> Item:
         return Item(*given)
     what = f"{type(given).__name__} of {len(given)}" if isinstance(given, tuple | list) else type(given).__name__
     raise LayoutError(f"{name!r} is a {what}, not an Item or (tensor, shape, src, dst[, dtype])")
+
+
+def _check_devices(rank: int, names: Sequence[Hashable], tensors: Sequence[Tensor | None]) -> None:
+    """Raise unless all tensors of the rank are on one device, where its buffers and its targets will be."""
+    devices: dict[torch.device, Hashable] = {}
+    for name, tensor in zip(names, tensors):
+        if tensor is not None:
+            devices.setdefault(tensor.device, name)
+    if len(devices) > 1:
+        (here, first), (there, second), *_ = devices.items()
+        raise LayoutError(
+            f"rank {rank}: {first!r} is on {here}, and {second!r} on {there}; the tensors of one call share buffers: "
+            "move them to one device, or call once for each device"
+        )
 
 
 def _check_donated(rank: int, names: Sequence[Hashable], tensors: Sequence[Tensor | None]) -> None:

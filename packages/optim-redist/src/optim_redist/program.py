@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 
 from optim_redist._methods.candidates import exchanges_of
@@ -28,7 +29,7 @@ from optim_redist._running.views import (
     arrived,
     dense_strides,
     extent,
-    refuse_dtensor,
+    refuse_other_than_values,
     refuse_unwritable,
     resolved,
     rows_of,
@@ -147,6 +148,9 @@ class Program:
         The same as ``_run`` with fewer steps: what happens before a collective is what its other ranks wait for.
         """
         if not (self._is_one and self._compared) or type(x) is not Tensor or x.is_cpu or x.requires_grad:
+            return None
+        if forward_ad._current_level >= 0:
+            # it may have a tangent, which is refused
             return None
         stage = self.stages[0]
         if x.shape != stage.src_shape or x.dtype is not self.dtype or x.is_conj() or x.is_neg():
@@ -289,6 +293,7 @@ class Program:
             )
 
     def _check_out(self, x: Tensor | None, out: Tensor) -> None:
+        refuse_other_than_values(out, f"rank {self.rank}: the out tensor")
         if self._out_excess and not (out is x and self._keeps_all):
             raise UnsupportedError(
                 f"out would be held from the start, {self._out_excess} bytes above memory_limit="
@@ -306,7 +311,7 @@ class Program:
         self._check_form("out", out, self.stages[-1].dst_shape)
 
     def _check_form(self, what: str, tensor: Tensor | None, expected: tuple[int, ...] | None) -> None:
-        refuse_dtensor(tensor, f"rank {self.rank}: the {what} tensor")
+        refuse_other_than_values(tensor, f"rank {self.rank}: the {what} tensor")
         found = None if tensor is None else tuple(tensor.shape)
         if found != expected:
             raise LayoutError(f"rank {self.rank}: the {what} tensor has shape {found}, its layout says {expected}")

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from optim_redist._running.collectives import Waitable
 from optim_redist._running.copies import Copy, Together
 from optim_redist._running.many_program import ManyProgram, slot_of
-from optim_redist._running.views import extent, refuse_dtensor, refuse_unwritable
+from optim_redist._running.views import extent, refuse_other_than_values, refuse_unwritable
 from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.plans import Plan
 
@@ -209,7 +209,7 @@ def _tensors(
     if len(given) != len(kinds):
         raise LayoutError(f"there are {len(given)} {what}s for {len(kinds)} plans; give each one, None where none is")
     for number, (tensor, (shape, dtype)) in enumerate(zip(given, kinds)):
-        refuse_dtensor(tensor, f"{what} {number}")
+        refuse_other_than_values(tensor, f"{what} {number}")
         found = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
         if found != (None if shape is None else (shape, dtype)):
             raise LayoutError(f"{what} {number} is {found}, its plan says {None if shape is None else (shape, dtype)}")

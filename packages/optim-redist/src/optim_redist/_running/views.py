@@ -11,8 +11,9 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from optim_redist.errors import LayoutError
+from optim_redist.errors import LayoutError, UnsupportedError
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WIDE = 16  # bytes, the most that a thread copies at once
@@ -40,8 +41,32 @@ def arrived(tensor: Tensor | None) -> Tensor | None:
     return tensor
 
 
-def refuse_dtensor(tensor: Tensor | None, what: str) -> None:
-    """Raise LayoutError for a DTensor: its shape is that of the whole tensor, not of the rank's part that is needed."""
+def refuse_other_than_values(tensor: Tensor | None, what: str) -> None:
+    """Raise for what is more, or less, than a rank's part in memory: its values would move, and the rest be lost.
+
+    Raises:
+        LayoutError: for a DTensor, whose shape is that of the whole tensor, not of the rank's part that is needed.
+        UnsupportedError: for what is no tensor, sparse tensors, those inside of transforms of torch.func, which stand
+            for several tensors, and those with a tangent of forward-mode differentiation.
+    """
+    if tensor is None:
+        return
+    if not isinstance(tensor, Tensor):
+        raise UnsupportedError(f"{what} is a {type(tensor).__name__}, this takes a torch.Tensor or None")
+    if tensor.layout is not torch.strided:
+        raise UnsupportedError(f"{what} is {tensor.layout}, and only strided tensors move; give .to_dense()")
+    functorch = torch._C._functorch
+    # batched gradients are of the older kind
+    if functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor):
+        raise UnsupportedError(
+            f"{what} is inside of a transform of torch.func, such as vmap, grad or jvp, or of batched gradients, which "
+            "moves do not follow; call outside of it, and let torch.autograd differentiate"
+        )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise UnsupportedError(
+            f"{what} has a tangent of forward-mode differentiation, which would not move; move primal and tangent by "
+            "calls of their own, as a redistribution is linear"
+        )
     # there is no DTensor unless its class has been imported, which takes seconds
     package = sys.modules.get("torch.distributed.tensor")
     if package is not None and isinstance(tensor, package.DTensor):
