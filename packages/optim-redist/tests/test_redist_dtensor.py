@@ -469,6 +469,11 @@ def test_redistribute_refuses_arguments_of_other_types_by_name():
         redistribute(torch.ones(4), None, [Shard(0)])
     with pytest.raises(UnsupportedError, match=r"placements is Shard\(dim=0\); give a list of them"):
         redistribute(torch.ones(4), None, Shard(0))
+    with pytest.raises(UnsupportedError, match="placements is 0; give a list of them"):
+        redistribute(torch.ones(4), None, 0)
+    for order in (0, {0: 1}, ["axis"]):
+        with pytest.raises(LayoutError, match=r"shard_order is \{tensor_dim: axes\}, or pairs of them, got "):
+            Layout.from_placements(Mesh((2, 2)), [Shard(0), Shard(0)], (4,), shard_order=order)
     for device_mesh in (Mesh((2, 2)), "cpu"):
         with pytest.raises(UnsupportedError, match="device_mesh must be a DeviceMesh or None, got "):
             redistribute(torch.ones(4), device_mesh, [Shard(0)])

@@ -152,6 +152,14 @@ def test_errors_name_the_tensor() -> None:
         redistribute_many(torch.zeros(3))
     with pytest.raises(LayoutError, match=r"names that have an order, got 'b', 1"):
         redistribute_many(dict.fromkeys(("b", 1), (torch.zeros(3), (3,), one, one)))
+    with pytest.raises(LayoutError, match="items is a NoneType, this takes a dict or a list of Item"):
+        redistribute_many(None)  # type: ignore[call-overload]
+    for none in (0, float("nan"), "1MiB"):
+        with pytest.raises(ValueError, match="bucket_bytes must be positive, got "):
+            redistribute_many({"b": (torch.zeros(3), (3,), one, one)}, bucket_bytes=none)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match="src must be a Layout") as caught:
+        redistribute_many({"a": (torch.zeros(3), (3,), one, one), "b": (torch.zeros(3), (3,), [one], one)})
+    assert caught.value.__notes__ == ["in the plan of 'b'"]
     assert redistribute_many({}) == {}
     assert redistribute_many([]) == []
     with pytest.raises(ValueError, match="bucket_bytes"):

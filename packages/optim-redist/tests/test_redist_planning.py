@@ -355,12 +355,25 @@ def test_unknown_choices_are_refused() -> None:
         ("memory_limit", "1GiB", "memory_limit must be a number of bytes, got '1GiB'"),
         ("memory_limit", float("nan"), "memory_limit must be a number of bytes, got nan"),
         ("planners", "direct", "planners is 'direct'; give a list"),
+        ("planners", 4, "planners is 4; give a list"),
+        ("planners", [["direct"]], r"planners cannot be \(\['direct'\],\)"),
+        ("cost_model", {"latency": 1}, "cost_model must be a CommModel, got {'latency': 1}"),
+        ("memory_limit", [2**20], r"memory_limit cannot be \[1048576\]"),
+        ("partial_init", ["divide"], r"partial_init cannot be \['divide'\]"),
+        ("donate", [], r"donate cannot be \[\]"),
+        ("shape", 8, "shape must be a sequence of sizes, got 8"),
+        ("shape", [[8]], r"shape cannot be \(\[8\],\)"),
+        ("src", ["S(0)"], r"src must be a Layout, got \['S\(0\)'\]"),
     ],
     ids=str,
 )
 def test_options_of_another_type_are_refused_by_name(option: str, value: Any, words: str) -> None:
+    task = {"shape": (8,), "dtype": "bf16", "src": Layout(Mesh(4), [0]), "dst": Layout(Mesh(4), [None])}
     with pytest.raises(RedistError, match=words):
-        plan((8,), "bf16", Layout(Mesh(4), [0]), Layout(Mesh(4), [None]), **{option: value})
+        plan(**{**task, option: value})
+    if option in ("topology", "shape"):
+        with pytest.raises(RedistError, match=words if value != [[8]] else "sizes must be integers"):
+            bounds(**{"shape": (8,), "src": task["src"], "dst": task["dst"], option: value})
 
 
 @pytest.mark.parametrize("limit", [np.int64(1000), Fraction(2001, 2), 1000.5], ids=str)

@@ -29,6 +29,14 @@ def int_tuple(values: int | Iterable[int], what: str) -> tuple[int, ...]:
     return found
 
 
+def as_shape(shape: Iterable[int]) -> tuple[int, ...]:
+    """The sizes as a tuple, which may still hold what is no size."""
+    try:
+        return tuple(shape)
+    except TypeError:
+        raise LayoutError(f"shape must be a sequence of sizes, got {shape!r}") from None
+
+
 @lru_cache(maxsize=256)
 def grid_points(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """The points of a grid, row-major."""

@@ -186,6 +186,12 @@ class Topology:
 Curve = tuple[tuple[float, float], ...]
 
 
+def check_topology(topology: object) -> None:
+    """Raise ``RedistError`` if this is neither a topology nor None."""
+    if not isinstance(topology, Topology | None):
+        raise RedistError(f"topology must be a Topology, got {topology!r}; Topology.nodes(ranks_per_node) makes one")
+
+
 @dataclass(frozen=True)
 class CommModel:
     """Predicts the seconds of every step on one machine.

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from optim_redist._autograd import Move, followed
+from optim_redist._mesh import as_shape
 from optim_redist._recent import Recent
 from optim_redist._running import collectives
 from optim_redist._running.stage_program import StageProgram, slots
@@ -200,7 +201,7 @@ def redistribute_local(
             )
             return program_for(made, group)(part, device=like.device)
 
-        return followed(tensor, Move(tuple(shape), src, dst, collectives.my_rank(), grad, run))
+        return followed(tensor, Move(as_shape(shape), src, dst, collectives.my_rank(), grad, run))
     made = plan(
         shape,
         dtype,

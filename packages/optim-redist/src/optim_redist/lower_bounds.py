@@ -26,15 +26,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from optim_redist._inside import Inside
-from optim_redist._mesh import int_tuple
+from optim_redist._mesh import as_shape, int_tuple
+from optim_redist.cost import Topology, check_topology
 from optim_redist.layout import Layout, PartialInit
 from optim_redist.problem import Problem, check_layouts, check_partial_init
-
-if TYPE_CHECKING:
-    from optim_redist.cost import Topology
 
 BoundKind = Literal["receive", "send", "reduction"]
 
@@ -119,10 +117,12 @@ def bounds(
     Raises:
         LayoutError: if a layout does not fit the shape, or is no ``Layout``.
         UnsupportedError: for an unknown ``partial_init``, or one that the target's pending reductions do not have.
+        RedistError: if ``topology`` is none.
     """
     check_layouts(src, dst)
     check_partial_init(partial_init)
-    return bounds_of(Problem(int_tuple(shape, "sizes"), src, dst, partial_init), topology, itemsize=itemsize)
+    check_topology(topology)
+    return bounds_of(Problem(int_tuple(as_shape(shape), "sizes"), src, dst, partial_init), topology, itemsize=itemsize)
 
 
 def bounds_of(problem: Problem, topology: Topology | None = None, *, itemsize: int = 2) -> Bounds:

@@ -8,6 +8,7 @@ Moving a model from training mesh to inference mesh, or a checkpoint to another 
 from __future__ import annotations
 
 from collections.abc import Generator, Hashable, Mapping, Sequence
+from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
 
 import torch
@@ -22,7 +23,7 @@ from optim_redist._running.many_program import ManyProgram
 from optim_redist._running.uncompiled import uncompiled
 from optim_redist._running.views import arrived, refuse_other_than_values
 from optim_redist.cost import CommModel
-from optim_redist.errors import LayoutError
+from optim_redist.errors import LayoutError, RedistError
 from optim_redist.handle import Handle, done
 from optim_redist.layout import Layout, PartialInit
 from optim_redist.planning import plan, whole_bytes
@@ -177,8 +178,11 @@ def redistribute_many(
         UnsupportedError: if ``memory_limit`` has no room for the copies that resolve pending conjugations or negations
             of tensors.
     """
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+    # not "< 1", which is false for NaN
+    if not isinstance(bucket_bytes, Real) or not bucket_bytes >= 1:
+        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes!r}")
+    if not hasattr(items, "__len__") or not hasattr(items, "__getitem__"):
+        raise LayoutError(f"items is a {type(items).__name__}, this takes a dict or a list of Item")
     limit = whole_bytes(memory_limit)
     names = _in_order(items) if isinstance(items, Mapping) else list(range(len(items)))
     chosen = [_as_item(name, cast(Any, items)[name]) for name in names]
@@ -274,4 +278,8 @@ def _plan_of(name: Hashable, item: Item, cost_model: CommModel | None, partial_i
     if dtype is None:
         raise LayoutError(f"{name!r} has no tensor on this rank, so its dtype has to be given")
     task = item.shape, dtype, item.src, item.dst
-    return plan(*task, cost_model=cost_model, planners=("direct", "relay"), partial_init=partial_init)
+    try:
+        return plan(*task, cost_model=cost_model, planners=("direct", "relay"), partial_init=partial_init)
+    except RedistError as error:
+        error.add_note(f"in the plan of {name!r}")
+        raise

@@ -211,4 +211,7 @@ def as_shard_order(
     if order is None:
         return None
     pairs = order.items() if isinstance(order, Mapping) else order
-    return {int(tensor_dim): tuple(int(axis) for axis in axes) for tensor_dim, axes in pairs}
+    try:
+        return {int(tensor_dim): tuple(int(axis) for axis in axes) for tensor_dim, axes in pairs}
+    except (TypeError, ValueError):
+        raise LayoutError(f"shard_order is {{tensor_dim: axes}}, or pairs of them, got {order!r}") from None

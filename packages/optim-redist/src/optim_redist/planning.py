@@ -6,19 +6,19 @@ fewer steps, then to the lower peak, then to the smaller name. It is a pure func
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import inf, isnan
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from optim_redist._dtypes import check_started, dtype_name, itemsize
-from optim_redist._mesh import coordinates, grid_points, int_tuple
+from optim_redist._mesh import as_shape, coordinates, grid_points, int_tuple
 from optim_redist._methods.chunked import CHUNK
 from optim_redist._methods.relabel import relabelled
 from optim_redist._recent import Recent
 from optim_redist.canonical import canonical
-from optim_redist.cost import CommModel, Topology
+from optim_redist.cost import CommModel, Topology, check_topology
 from optim_redist.errors import PlanInfeasibleError, RedistError
 from optim_redist.layout import Layout, PartialInit
 from optim_redist.lower_bounds import Bounds, bounds_of
@@ -89,16 +89,23 @@ def plan(
         UnsupportedError: for an unknown dtype or ``partial_init``, and if the target has a reduction pending that
             elements of this dtype cannot start, or not so.
         RedistError: for unknown ``planners``, if none of the named planners fits this redistribution, and for an
-            invalid ``cost_model``, ``topology`` or ``memory_limit``.
+            invalid ``cost_model``, ``topology`` or ``memory_limit``, or an option without a hash, as a list is.
     """
     name = dtype_name(dtype)
-    asked = None if planners is None else tuple(planners)
-    options = (donate, deterministic, asked, budget)
-    key = (tuple(shape), name, src, dst, relabel, cost_model, topology, memory_limit, partial_init, *options)
-    known = _plans.find(key)
+    sizes = as_shape(shape)
+    try:
+        asked = None if planners is None else tuple(planners)
+        options = (donate, deterministic, asked, budget)
+        key = (sizes, name, src, dst, relabel, cost_model, topology, memory_limit, partial_init, *options)
+        known = _plans.find(key)
+    except TypeError:
+        _check_arguments(src, dst, cost_model, topology, planners)
+        given = {"memory_limit": memory_limit, "partial_init": partial_init, "planners": tuple(planners or ())}
+        _check_hashes(shape=sizes, donate=donate, relabel=relabel, deterministic=deterministic, budget=budget, **given)
+        raise
     if known is None:
         _check_arguments(src, dst, cost_model, topology, planners)
-        shape = int_tuple(shape, "sizes")
+        shape = int_tuple(sizes, "sizes")
         check_partial_init(partial_init)
         if dst.partial:
             problem = Problem(shape, src, dst, partial_init)
@@ -121,11 +128,19 @@ def _check_arguments(src: Any, dst: Any, cost_model: Any, topology: Any, planner
     check_layouts(src, dst)
     if not isinstance(cost_model, CommModel | None):
         raise RedistError(f"cost_model must be a CommModel, got {cost_model!r}; CommModel.preset(name) has known ones")
-    if not isinstance(topology, Topology | None):
-        raise RedistError(f"topology must be a Topology, got {topology!r}; Topology.nodes(ranks_per_node) makes one")
+    check_topology(topology)
     # a string is a sequence of its letters
-    if isinstance(planners, str):
+    if isinstance(planners, str) or not isinstance(planners, Iterable | None):
         raise RedistError(f"planners is {planners!r}; give a list of names")
+
+
+def _check_hashes(**arguments: Any) -> None:
+    """Raise ``RedistError`` for the first argument that is, or has, something without a hash, as no valid one does."""
+    for name, value in arguments.items():
+        try:
+            hash(value)
+        except TypeError:
+            raise RedistError(f"{name} cannot be {value!r}") from None
 
 
 def whole_bytes(memory_limit: float | None) -> int | None:

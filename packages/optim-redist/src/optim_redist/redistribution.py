@@ -11,7 +11,7 @@ as contributions, and where the tensor was replicated its gradient is contributi
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -132,7 +132,7 @@ def redistribute(
     """
     if placements is None:
         raise UnsupportedError("placements is needed: one for each axis of the target's device mesh")
-    if isinstance(placements, Placement):
+    if isinstance(placements, Placement) or not isinstance(placements, Iterable):
         raise UnsupportedError(f"placements is {placements!r}; give a list of them, one for each axis of the mesh")
     if not isinstance(device_mesh, DeviceMesh | None):
         raise UnsupportedError(f"device_mesh must be a DeviceMesh or None, got {device_mesh!r}")
