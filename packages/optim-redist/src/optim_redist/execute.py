@@ -117,7 +117,8 @@ def redistribute_local(
     """This rank's part of the target layout, given its part of the source layout.
 
     Every rank of either layout must call. Ranks outside the source pass ``None`` and give the ``dtype``; ranks outside
-    the target get ``None``. A rank whose part does not change may get its own tensor back.
+    the target get ``None``. A rank whose part does not change may get its own tensor back, so clone what you write to
+    in place; under autograd, torch refuses that on such a rank, and on no other.
 
     If autograd records and ``tensor`` requires a gradient, the result has one, and so have gradients. It must require
     one on all ranks or on none, and then every rank has to run backward through its result, since gradients are moved,

@@ -65,7 +65,8 @@ class RepeatedExchange:
         sources, targets: this rank's parts, None where it has none. Given targets are written by ``wait()``, and not
             before. Until then the sources hold what stays on this rank, so no target may share memory with a source.
             Without ``sources`` or ``targets`` the object makes these tensors itself and lends their memory: sources
-            from ``lend_sources`` until the exchange is waited for, targets from ``start`` until ``release``.
+            from ``lend_sources`` until the exchange is waited for, targets from ``start`` until ``release``. At other
+            times their storages are empty: reading them crashes the process.
 
     Attributes:
         sources, targets: these tensors.
