@@ -11,6 +11,7 @@ import torch
 from fresh_params import give_gradients, make_params
 from random_tensors import DEVICE
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from optim_kernels import TritonAdamW, TritonMuon, multi_tensor, reference
@@ -436,3 +437,43 @@ def test_a_default_device_is_not_where_tables_are_made(impl: Any) -> None:
         ours.load_state_dict(ours.state_dict())
         ours.step()
     assert all(map(torch.equal, params, others))
+
+
+@pytest.mark.parametrize("optimizer_class", [TritonAdamW, TritonMuon])
+def test_a_compiled_training_step_leaves_the_optimizer_out(optimizer_class: Any) -> None:
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = torch.nn.Sequential(*[torch.nn.Linear(8, 8, bias=False) for _ in range(3)]).to(DEVICE)
+        optimizer = optimizer_class(model.parameters(), lr=0.1)
+        counter, hooks = CompileCounter(), [0]
+
+        def count(*_: object, hooks: list[int] = hooks) -> None:
+            hooks[0] += 1
+
+        def train(x: Tensor, model: Any = model, optimizer: Any = optimizer) -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        optimizer.register_step_post_hook(count)
+        step = torch.compile(train, backend=counter) if compiled else train
+        for scale in range(1, 4):
+            step(torch.full((4, 8), float(scale), device=DEVICE))
+        assert hooks == [3]
+        assert counter.frame_count == compiled
+        found.append([p.detach().clone() for p in model.parameters()])
+    for eager, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, eager)
+
+
+def test_gradients_are_enabled_again_after_a_step_that_failed() -> None:
+    p = torch.nn.Parameter(torch.ones(4, device=DEVICE))
+    optimizer = TritonAdamW([p])
+    p.grad = torch.ones_like(p).to_sparse()
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            with pytest.raises(RuntimeError, match="sparse"):
+                optimizer.step()
+            assert torch.is_grad_enabled() is enabled

@@ -39,6 +39,7 @@ from optim_kernels._optimizers.base import (
     log_fallback,
     run_closure,
     text_table,
+    without_gradients,
 )
 from optim_kernels._optimizers.group_clipping import check_clipping, check_here, clipping_of_step, norm_and_factor
 from optim_kernels._optimizers.plain_options import with_dtype_names
@@ -211,7 +212,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         return loss
 
     # With gradients enabled each `to_local` of a DTensor makes a new view. Differentiable steps enable them again.
-    @torch.no_grad()
+    @without_gradients
     def _update(self, params: list[Tensor], grads: list[Tensor | None], clip_factor: Tensor | None) -> None:
         prepare = partial(self._prepare, params, grads)
         prepared, seen = prepared_for(

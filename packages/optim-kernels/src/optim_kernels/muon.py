@@ -20,6 +20,7 @@ from optim_kernels._optimizers.base import (
     launches_line,
     run_closure,
     text_table,
+    without_gradients,
 )
 from optim_kernels._optimizers.muon_base import MuonOptimizer
 from optim_kernels._optimizers.muon_explain import HEADER, explain_row, tiles_of
@@ -168,7 +169,7 @@ class TritonMuon(MuonOptimizer):
             raise
 
     @hooked_step
-    @torch.no_grad()
+    @without_gradients
     def step(self, closure: Callable[[], Any] | None = None, *, clip_factor: Tensor | None = None) -> Any:
         """Update every parameter with a gradient, and others as ``missing_grad`` says; gradients are only read.
 

@@ -30,6 +30,7 @@ from optim_kernels._optimizers.base import (
     launches_line,
     run_closure,
     text_table,
+    without_gradients,
 )
 from optim_kernels._optimizers.group_clipping import check_clipping, check_here, clipping_of_step, norm_and_factor
 from optim_kernels._optimizers.kinds import completed_group
@@ -122,7 +123,7 @@ class TritonMuonAdamW(MuonOptimizer):
                 _check_adamw_group(group, names)
 
     @hooked_step
-    @torch.no_grad()
+    @without_gradients
     def step(self, closure: Callable[[], Any] | None = None, *, clip_factor: Tensor | None = None) -> Any:
         """Update every parameter with a gradient, and Muon's others as ``missing_grad`` says; gradients are only read.
 

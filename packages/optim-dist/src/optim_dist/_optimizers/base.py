@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial, reduce, wraps
 from itertools import repeat
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -48,9 +48,18 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _not_compiled(method: Method) -> Method:
-    """Hide ``method`` from ``torch.compile``, which would trace the host's work, some of it once per parameter."""
-    hidden: Method = torch.compiler.disable(method)
-    return hidden
+    """Hide ``method`` from ``torch.compile``, which would trace the host's work, some of it once per parameter.
+
+    ``torch.compiler.disable`` comes with imports that take a second, so it is applied only while something compiles.
+    """
+
+    @wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(method)(*args, **kwargs)
+        return method(*args, **kwargs)
+
+    return cast(Method, called)
 
 
 class DistOptimizer(StatefulOptimizer):

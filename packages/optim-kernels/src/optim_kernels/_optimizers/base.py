@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from inspect import unwrap
 from itertools import chain
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from optim_kernels._optimizers.inference import as_normal, out_of_inference_mode
 from optim_kernels._optimizers.plain_options import with_dtypes
 from optim_kernels.functional._lists import check_numbers
 from optim_utils.low_bit import from_plain
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 _logger = logging.getLogger(__name__)
 
@@ -195,26 +198,43 @@ def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
     """A ``step`` with torch's hooks around it and its name in profiles, not traced by ``torch.compile``.
 
     torch wraps every optimizer's step for hooks and profiles, and takes 10 µs for the name alone. Its wrapper is used
-    here too, but entered only while a profiler runs or a hook is registered.
+    here too, but entered only while a profiler runs or a hook is registered. So is ``torch.compiler.disable``: only
+    while something compiles: on the host of an H200 its wrapper takes 3 of the 28 to 45 µs of a lone tensor's step.
     """
     with_hooks = Optimizer.profile_hook_step(step)
 
     @wraps(step)
     def run(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(run)(self, *args, **kwargs)
         if (
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
             or torch_optimizer._global_optimizer_pre_hooks
             or torch_optimizer._global_optimizer_post_hooks
             or torch.autograd._profiler_enabled()
-        ) and not _hooks_ran_outside(self, wrapped):
+        ) and not _hooks_ran_outside(self, run):
             return with_hooks(self, *args, **kwargs)
         return step(self, *args, **kwargs)
 
-    wrapped: Any = torch.compiler.disable(run)
     # tells torch that the step needs no wrapper
-    wrapped.hooked = True
-    return wrapped
+    cast(Any, run).hooked = True
+    return run
+
+
+def without_gradients(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """``torch.no_grad()`` around a function of every step: it calls what that calls, in a seventh of its time."""
+
+    @wraps(function)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return run
 
 
 def _hooks_ran_outside(optimizer: Optimizer, step: Callable[..., Any]) -> bool:
