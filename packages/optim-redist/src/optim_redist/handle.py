@@ -22,9 +22,9 @@ class Handle(Generic[Result]):
     It may read the source until then, so do not write to the source before, as with torch's asynchronous collectives.
 
     Waiting twice is harmless, also in several threads, which all wait for the end; every ``wait`` raises the same error
-    as the first, if any. A handle that is dropped
-    without ``wait`` warns and waits at that moment. A redistribution of several exchanges, as under a memory limit,
-    starts the later ones inside ``wait``, so all ranks must wait for such handles in the same order.
+    as the first, if any. A handle that is dropped without ``wait`` warns and waits at that moment. A redistribution of
+    several exchanges, as under a memory limit, starts the later ones inside ``wait``, so all ranks must wait for such
+    handles in the same order.
 
     Wherever ``wait`` is called, it runs in the inference mode and on the CUDA stream that were current when the handle
     was made: its buffers were allocated on that stream, and on another one their memory could be reused before they

@@ -100,9 +100,9 @@ def redistribute(
     """The tensor in other placements, on its own device mesh or another; differentiable.
 
     Every rank of either mesh has to call; a rank outside a mesh has an empty local tensor there, with as many
-    dimensions, so that ``to_local()`` has a gradient. If every rank's part
-    stays as it is, the result shares memory with ``dtensor``, else it has its own. As with ``DTensor.redistribute``,
-    autograd does not see that writing to one of two tensors that share memory changes the other.
+    dimensions, so that ``to_local()`` has a gradient. If every rank's part stays as it is, the result shares memory
+    with ``dtensor``, else it has its own. As with ``DTensor.redistribute``, autograd does not see that writing to one
+    of two tensors that share memory changes the other.
 
     Args:
         dtensor: any placements, masked partials excepted.
