@@ -6,17 +6,28 @@ from collections import Counter
 from itertools import product
 from math import prod
 from random import Random
+from typing import Any, cast
 
 import pytest
 import torch
 from redist_cases import random_case
+from torch.autograd import forward_ad
 
 from optim_redist import Mesh, parse_layout, plan
 from optim_redist._methods.in_place import in_place
 from optim_redist._running.copies import Copies, Pair, merged
 from optim_redist._running.rank_program import RankPhase
 from optim_redist._running.stage_program import stage_programs
-from optim_redist._running.views import FLAT, View, rows_of, view_of
+from optim_redist._running.views import (
+    FLAT,
+    View,
+    arrived,
+    is_plain,
+    refuse_other_than_values,
+    resolved,
+    rows_of,
+    view_of,
+)
 from optim_redist.problem import Problem
 
 
@@ -166,3 +177,35 @@ def test_buffers_are_no_larger_than_plans_say() -> None:
             assert held <= made.peak_bytes, (seed, rank)
             to_itself += rank in views.to
     assert to_itself > 50
+
+
+def test_plain_tensors_are_those_that_nothing_is_done_about() -> None:
+    real, complex_ = torch.randn(4, 3), torch.randn(4, 3, dtype=torch.complex64)
+    seen: list[bool] = []
+    for tensor in (
+        real,
+        real.t()[1:],
+        torch.empty(0),
+        torch.tensor(1.0),
+        torch.nn.Parameter(real),
+        real.clone().requires_grad_(),
+        complex_.conj(),
+        complex_.conj().imag,
+        real.to_sparse(),
+        cast(Any, real.numpy()),
+    ):
+        seen.append(is_plain(tensor))
+        if seen[-1]:
+            refuse_other_than_values(tensor, "it")
+            assert arrived(tensor) is tensor
+            assert resolved(tensor) is tensor
+    assert seen == [True] * 4 + [False] * 6
+    with forward_ad.dual_level():
+        assert not is_plain(forward_ad.make_dual(real, real))
+
+    def inside(row: torch.Tensor) -> torch.Tensor:
+        seen.append(is_plain(row))
+        return row
+
+    torch.func.vmap(inside)(real)
+    assert not seen[-1]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 
 from optim_redist._methods.candidates import exchanges_of
@@ -29,6 +28,7 @@ from optim_redist._running.views import (
     arrived,
     dense_strides,
     extent,
+    is_plain,
     refuse_other_than_values,
     refuse_unwritable,
     resolved,
@@ -147,13 +147,10 @@ class Program:
 
         The same as ``_run`` with fewer steps: what happens before a collective is what its other ranks wait for.
         """
-        if not (self._is_one and self._compared) or type(x) is not Tensor or x.is_cpu or x.requires_grad:
-            return None
-        if forward_ad._current_level >= 0:
-            # it may have a tangent, which is refused
-            return None
         stage = self.stages[0]
-        if x.shape != stage.src_shape or x.dtype is not self.dtype or x.is_conj() or x.is_neg():
+        if not (self._is_one and self._compared and is_plain(x)) or x.is_cpu:
+            return None
+        if x.shape != stage.src_shape or x.dtype is not self.dtype:
             return None
         one = self._calls.find(0, x, self._fresh)
         if one is None or self._fresh is None:

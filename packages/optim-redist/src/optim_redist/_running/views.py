@@ -73,6 +73,18 @@ def refuse_other_than_values(tensor: Tensor | None, what: str) -> None:
         raise LayoutError(f"{what} is a DTensor, this takes its part: give .to_local(), or the DTensor to redistribute")
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether ``arrived``, ``refuse_other_than_values`` and ``resolved`` have nothing to do; in fewer steps."""
+    functorch = torch._C._functorch
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+        and forward_ad._current_level < 0
+        and not (functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+    )
+
+
 def resolved(tensor: Tensor | None) -> Tensor | None:
     """The tensor with its values in its memory and without autograd history.
 
