@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from typing import Any
 
@@ -466,6 +467,38 @@ def test_a_compiled_training_step_leaves_the_optimizer_out(optimizer_class: Any)
         found.append([p.detach().clone() for p in model.parameters()])
     for eager, other in zip(*found, strict=True):
         torch.testing.assert_close(other, eager)
+
+
+@pytest.mark.parametrize("optimizer_class", [TritonAdamW, TritonMuon])
+def test_steps_while_another_thread_compiles_are_steps(optimizer_class: Any) -> None:
+    torch._dynamo.reset()
+    p = torch.nn.Parameter(torch.ones(4, 4, device=DEVICE))
+    p.grad = torch.ones_like(p)
+    optimizer, hooks = optimizer_class([p]), []
+    optimizer.register_step_post_hook(lambda *_: hooks.append(1))
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        with ThreadPoolExecutor(1) as training:
+            training.submit(optimizer.step).result()
+        return graph.forward
+
+    torch.compile(torch.sin, backend=backend)(torch.ones(3))
+    assert hooks == [1]
+    assert (p != 1).all()
+
+
+def test_a_step_in_a_module_that_is_exported_runs_once() -> None:
+    p = torch.nn.Parameter(torch.ones(4, device=DEVICE))
+    p.grad = torch.ones_like(p)
+    optimizer = TritonAdamW([p], impl="torch")
+
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            optimizer.step()
+            return x.sin()
+
+    exported = torch.export.export(Model(), (torch.ones(3),), strict=False)
+    assert torch.equal(exported.module()(torch.ones(3)), torch.ones(3).sin())
 
 
 def test_gradients_are_enabled_again_after_a_step_that_failed() -> None:

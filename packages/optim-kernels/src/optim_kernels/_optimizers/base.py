@@ -203,23 +203,27 @@ def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
     """
     with_hooks = Optimizer.profile_hook_step(step)
 
-    @wraps(step)
     def run(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(run)(self, *args, **kwargs)
         if (
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
             or torch_optimizer._global_optimizer_pre_hooks
             or torch_optimizer._global_optimizer_post_hooks
             or torch.autograd._profiler_enabled()
-        ) and not _hooks_ran_outside(self, run):
+        ) and not _hooks_ran_outside(self, called):
             return with_hooks(self, *args, **kwargs)
         return step(self, *args, **kwargs)
 
+    @wraps(step)
+    def called(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        # also true of a step that nothing traces, while another thread compiles or a module is exported
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(run)(self, *args, **kwargs)
+        return run(self, *args, **kwargs)
+
     # tells torch that the step needs no wrapper
-    cast(Any, run).hooked = True
-    return run
+    cast(Any, called).hooked = True
+    return called
 
 
 def without_gradients(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
