@@ -397,6 +397,12 @@ def test_wrong_values(arguments, message):
         partition(**arguments)
 
 
+@pytest.mark.parametrize("cap", ["2", True, torch.ones(())], ids=["str", "bool", "tensor"])
+def test_caps_are_numbers(cap):
+    with pytest.raises(TypeError, match="memory_cap must be an int in bytes, or a float as a multiple of the mean"):
+        partition([1], 2, memory=[1], memory_cap=cap)
+
+
 def test_costs_are_numbers():
     with pytest.raises(TypeError, match=r"costs\[1\] must be a number, got a Tensor"):
         partition([1, torch.tensor(2.0)], 2)

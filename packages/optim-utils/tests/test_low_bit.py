@@ -32,8 +32,10 @@ from optim_utils.low_bit import (
     LowBitTensor,
     aligned_bounds,
     dequantize,
+    from_plain,
     quantize,
     quantize_into,
+    to_plain,
 )
 
 PRESETS = {name: getattr(low_bit, name) for name in low_bit.__all__ if isinstance(getattr(low_bit, name), LowBitFormat)}
@@ -545,6 +547,18 @@ def test_a_format_that_another_process_pickled_is_compiled() -> None:
     )
     pickled = pickle.dumps(INT8.with_(block_size=26))
     subprocess.run([sys.executable, "-c", script, pickled.hex()], check=True)
+
+
+def test_what_is_no_tensor_of_the_kind_is_refused() -> None:
+    with pytest.raises(TypeError, match="quantize takes a floating tensor, got a list"):
+        quantize([1.0], INT8)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"dense tensor, got torch\.sparse_coo of shape \(3, 3\); give x\.to_dense\(\)"):
+        quantize(torch.eye(3).to_sparse(), INT8)
+    for function in (dequantize, to_plain):
+        with pytest.raises(TypeError, match=r"takes a LowBitTensor, got a torch\.float32 tensor of shape \(3,\)"):
+            function(torch.ones(3))  # type: ignore[operator]
+    with pytest.raises(TypeError, match="from_plain takes the dict that to_plain makes, got a Tensor"):
+        from_plain(torch.ones(3))  # type: ignore[arg-type]
 
 
 def test_roots_are_the_nearest_on_every_machine() -> None:

@@ -246,6 +246,10 @@ def test_wrong_arguments_are_refused() -> None:
         stochastic_round(x, torch.bfloat16, out=torch.empty(2))
     with pytest.raises(TypeError, match="seed must be"):
         stochastic_round(x, torch.bfloat16, seed=torch.ones(2))
+    with pytest.raises(TypeError, match=r"seed must be an int or a 0-dim integer tensor, got 1\.5"):
+        stochastic_round(x, torch.bfloat16, seed=1.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="seed must be an int or a 0-dim integer tensor, got 'a'"):
+        random_bits((2,), seed="a")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="only ints"):
         philox_4x32((0, 0, 0, 0), (0, 0))
     with pytest.raises(TypeError, match=r"philox_2x32 needs .* only ints"):

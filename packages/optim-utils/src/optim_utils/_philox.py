@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -92,6 +93,9 @@ def _words(value: Word, name: str) -> tuple[Word, Word]:
                 f"{name} must be an int or a 0-dim integer tensor, got {value.dtype} of {tuple(value.shape)}"
             )
         value = value.to(torch.int64)
+    # dynamo of torch 2.9 cannot trace a union, and may not know the class of NumPy's integers
+    elif not isinstance(value, (int, torch.SymInt)) and not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an int or a 0-dim integer tensor, got {value!r}")
     return value & _WORD, (value >> 32) & _WORD
 
 

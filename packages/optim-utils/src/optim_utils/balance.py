@@ -134,6 +134,7 @@ def partition(
         improve: False stops after longest first (LPT); the improved result is never worse than that.
 
     Raises:
+        TypeError: for a cost, a weight or a cap that is no number.
         ValueError: for an argument out of its range, or whose length does not match ``costs`` or ``num_ranks``; and if
             no partition within ``memory_cap`` was found: the error names the smallest cap for which one was found.
     """
@@ -182,6 +183,8 @@ def _cap_in_bytes(memory: Sequence[float], num_ranks: int, cap: int | float | No
         return math.inf
     if not has_memory:
         raise ValueError("memory_cap needs memory: what each item weighs")
+    if not isinstance(cap, Real) or isinstance(cap, bool):
+        raise TypeError(f"memory_cap must be an int in bytes, or a float as a multiple of the mean, got {cap!r}")
     if not cap > 0:
         raise ValueError(f"memory_cap must be positive, got {cap}")
     if not any(memory):

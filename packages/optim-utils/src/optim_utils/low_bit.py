@@ -109,7 +109,7 @@ def quantize(
             back, so it waits for the device.
 
     Raises:
-        TypeError: if x is not floating-point or is quantized already, or ``dtype`` is none of the four.
+        TypeError: if x is not floating-point, not dense, or is quantized already, or ``dtype`` is none of the four.
         ValueError: for a seed or generator without ``stochastic``; if a replicated DTensor is rounded at random without
             either, as its replicas would not stay alike; for what ``validate`` refuses.
     """
@@ -124,6 +124,10 @@ def quantize(
 
 
 def _check_input(x: Tensor, fmt: LowBitFormat, validate: bool) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"quantize takes a floating tensor, got a {type(x).__name__}")
+    if x.layout != torch.strided:
+        raise TypeError(f"quantize takes a dense tensor, got {x.layout} of shape {tuple(x.shape)}; give x.to_dense()")
     if not x.is_floating_point():
         raise TypeError(f"quantize takes a floating tensor, got {x.dtype} of shape {tuple(x.shape)}")
     if isinstance(x, LowBitTensor):
@@ -166,8 +170,10 @@ def dequantize(t: LowBitTensor, dtype: torch.dtype | None = None, *, out: Tensor
     """The numbers of t in ``dtype`` (by default that of t), or written into ``out``, of any dtype.
 
     Raises:
+        TypeError: if t is not quantized.
         ValueError: if ``out`` has another shape, or another dtype than a given ``dtype``.
     """
+    _check_low_bit(t, "dequantize")
     if out is None:
         return t.dequantize(dtype)
     if out.shape != t.shape or (dtype is not None and out.dtype != dtype):
@@ -177,11 +183,18 @@ def dequantize(t: LowBitTensor, dtype: torch.dtype | None = None, *, out: Tensor
     return out.copy_(t.dequantize(out.dtype))
 
 
+def _check_low_bit(t: object, function: str) -> None:
+    if not isinstance(t, LowBitTensor):
+        what = f"{t.dtype} tensor of shape {tuple(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
+        raise TypeError(f"{function} takes a LowBitTensor, got a {what}; quantize(x, fmt) makes one")
+
+
 def to_plain(t: LowBitTensor) -> dict[str, Any]:
     """``{"codes", "scale", "offset"?, "format": ints only}``, the tensors sharing memory.
 
     The format is ints, because strings inside a state do not survive ``torch.optim.Optimizer.load_state_dict``.
     """
+    _check_low_bit(t, "to_plain")
     plain: dict[str, Any] = {"codes": t.codes.detach(), "scale": t.scale.detach()}
     if t.offset is not None:
         plain["offset"] = t.offset.detach()
@@ -194,8 +207,11 @@ def from_plain(plain: dict[str, Any], fmt: LowBitFormat | None = None) -> LowBit
     """The tensor whose plain form this is, sharing its memory.
 
     Raises:
+        TypeError: if it is no dict.
         ValueError: if it is not of format ``fmt`` (when given), or if codes or scales were cast or reshaped.
     """
+    if not isinstance(plain, Mapping):
+        raise TypeError(f"from_plain takes the dict that to_plain makes, got a {type(plain).__name__}")
     missing = [key for key in ("codes", "scale", "format") if key not in plain]
     if missing:
         raise ValueError(
