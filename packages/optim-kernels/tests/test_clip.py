@@ -332,3 +332,13 @@ def test_any_norm_of_empty_and_sparse_gradients(norm_type: float, impl: Any, mon
     torch.testing.assert_close(get_total_norm([full.new_empty(0), full], norm_type), get_total_norm([full], norm_type))
     mixed = torch.tensor([3.0, 0.0, -4.0], device=DEVICE)
     torch.testing.assert_close(get_total_norm([mixed.to_sparse()], norm_type), get_total_norm([mixed], norm_type))
+
+
+def test_a_norm_that_is_no_tensor_is_refused() -> None:
+    p = torch.nn.Parameter(torch.ones(2, device=DEVICE))
+    p.grad = torch.ones_like(p)
+    with pytest.raises(TypeError, match=r"total_norm must be a 0-d tensor, got 3\.0; give torch\.tensor\(3\.0\)"):
+        clip_factor(3.0, max_norm=1.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="total_norm must be a 0-d tensor"):
+        clip_grads_with_norm_([p], 1.0, 3.0)  # type: ignore[arg-type]
+    assert torch.equal(p.grad, torch.ones_like(p))
