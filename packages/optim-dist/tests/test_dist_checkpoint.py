@@ -239,6 +239,8 @@ def test_arguments_of_another_kind_are_refused_by_name(call, tmp_path):
     net, optimizer = build()
     with pytest.raises(TypeError, match=r"path must be .*, got None, which latest\(\) gives where there is none yet"):
         call(checkpoint.latest(tmp_path), net, optimizer)
+    with pytest.raises(TypeError, match="path must be that of a checkpoint, got 3"):
+        call(3, net, optimizer)
     with pytest.raises(TypeError, match=r"model must be .*, got TritonDistMuonAdamW; pass path, model, optimizer"):
         call(tmp_path / "a", optimizer, net)
     with pytest.raises(TypeError, match="opt must be an optimizer of optim_dist, got SGD"):

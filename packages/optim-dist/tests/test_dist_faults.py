@@ -72,6 +72,31 @@ def test_what_one_rank_refuses_when_it_builds_the_others_name():
     run_ranks(refuse_alone, 3, timeout=60)
 
 
+def give_wrong_arguments_alone(rank, world_size, folder):
+    model = nn.Linear(8, 8)
+    optimizer = TritonDistAdamW(model.named_parameters(), timeout=20)
+    checkpoint.save(f"{folder}/a", model, optimizer)
+    for call, what in ((checkpoint.save, "nothing was saved"), (checkpoint.load, "nothing was loaded")):
+        for given, message in (
+            ((None, model), "path must be that of a checkpoint, got None"),  # latest() of a host that has none
+            ((3, model), "path must be that of a checkpoint, got 3"),
+            ((f"{folder}/a", 3), "model must be a module, or None, got int"),
+        ):
+            if rank == 1:
+                with pytest.raises(TypeError, match=f"^{message}"):
+                    call(*given, optimizer)
+            else:
+                with pytest.raises(RuntimeError, match=f"^{what}, because of rank 1: TypeError: {message}"):
+                    call(f"{folder}/a", model, optimizer)
+    # and nothing is left behind
+    checkpoint.load(f"{folder}/a", model, optimizer)
+    checkpoint.save(f"{folder}/b", model, optimizer)
+
+
+def test_wrong_arguments_of_one_rank_for_a_checkpoint_are_an_error_on_all(tmp_path):
+    run_ranks(give_wrong_arguments_alone, 3, str(tmp_path), timeout=60)
+
+
 def stall(rank, world_size, folder):
     parameter = nn.Parameter(torch.ones(100))
     optimizer = TritonDistAdamW([("w", parameter)], timeout=1)

@@ -31,6 +31,7 @@ from optim_dist._checkpoint.faults import Problems
 from optim_dist._checkpoint.manifest import CheckpointError
 from optim_dist._checkpoint.removal import all_but_the_newest
 from optim_dist._checkpoint.writing import LATEST
+from optim_dist._optimizers.agreement import raise_if_refused
 from optim_dist._optimizers.base import DistOptimizer
 from optim_kernels.adamw_groups import out_of_inference_mode
 
@@ -112,7 +113,7 @@ def save(
             than ``copies``, or if an earlier save in the background has failed and nobody has waited for it. With
             ``async_`` the ``Saving`` says what could not be written.
     """
-    _check_arguments(path, model, opt)
+    folder = _checked(path, model, opt, "nothing was saved")
     faults = []
     if keep is not None and (type(keep) is not int or keep < 1):
         faults.append(f"keep must be at least 1, or None to keep all checkpoints, got {keep!r}")
@@ -123,9 +124,9 @@ def save(
     old = None if keep is None else all_but_the_newest(keep)
     options = {"async_": async_, "keep": keep, "copies": copies}
     saving = saves.save(
-        Path(path), model, opt, extra, async_=async_, old=old, copies=copies, options=options, faults=faults
+        folder, model, opt, extra, async_=async_, old=old, copies=copies, options=options, faults=faults
     )
-    return Path(path) if saving is None else saving
+    return folder if saving is None else saving
 
 
 @out_of_inference_mode
@@ -137,8 +138,7 @@ def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
     Raises:
         CheckpointError: on every rank, before anything is written, with everything that does not fit.
     """
-    _check_arguments(path, model, opt)
-    return loading.load(Path(path), model, opt)
+    return loading.load(_checked(path, model, opt, "nothing was loaded"), model, opt)
 
 
 def from_nanochat(
@@ -208,17 +208,32 @@ def latest(directory: Path_) -> Path | None:
     return max(complete, key=lambda other: complete[other], default=None)
 
 
-def _check_arguments(path: object, model: object, opt: object) -> None:
-    """Refuse arguments of a wrong type, by name; all ranks are expected to give the same."""
+def _checked(path: object, model: object, opt: object, what: str) -> Path:
+    """``path``, unless an argument is of a wrong type on any rank, which is an error on all. Collective.
+
+    Args:
+        what: what the other ranks' error begins with.
+    """
+    refused: TypeError | None = None
+    folder = Path()
     if path is None:
-        raise TypeError("path must be that of a checkpoint, got None, which latest() gives where there is none yet")
-    if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a module, or None, got {type(model).__name__}; pass path, model, optimizer")
-    if not isinstance(opt, DistOptimizer):
-        raise TypeError(
+        # on one rank alone, say, whose host has a disk of its own and no checkpoint on it
+        refused = TypeError("path must be that of a checkpoint, got None, which latest() gives where there is none yet")
+    elif not isinstance(path, str | os.PathLike):
+        refused = TypeError(f"path must be that of a checkpoint, got {path!r}")
+    elif model is not None and not isinstance(model, nn.Module):
+        refused = TypeError(f"model must be a module, or None, got {type(model).__name__}; pass path, model, optimizer")
+    else:
+        folder = Path(path)
+    if not isinstance(opt, DistOptimizer):  # nor has it other ranks
+        raise refused or TypeError(
             f"opt must be an optimizer of optim_dist, got {type(opt).__name__}; pass what a framework has wrapped, and "
             "save others with torch.distributed.checkpoint"
         )
+    opt.check_open()
+    opt.communicator.check_ranks()
+    raise_if_refused(refused, what, opt.communicator)
+    return folder
 
 
 def _written_at(folder: Path) -> int | None:
