@@ -150,6 +150,18 @@ def norms_of_negative_order_are_refused(rank, world_size):
 
 
 @scenario(1, 2)
+def limits_of_the_norm_that_would_turn_gradients_around_are_refused(rank, world_size):
+    net, optimizer = build(rank)
+    net(batch(rank, 0)).backward()
+    for limit in (-1.0, float("nan"), "1", None):
+        with pytest.raises(ValueError, match="max_norm must be a number of at least 0, or inf, got"):
+            optimizer.clip_grad_norm_(limit)
+    for limit in (float("inf"), 1, torch.tensor(1.0)):
+        optimizer.clip_grad_norm_(limit)
+    optimizer.step()
+
+
+@scenario(1, 2)
 def the_smaller_of_two_limits_counts(rank, world_size):
     for max_norm, limit in ((1.0, 0.1), (0.1, 1.0)):
         net, optimizer = build(rank, max_norm=max_norm)

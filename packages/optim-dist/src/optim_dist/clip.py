@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -37,9 +38,12 @@ def clip_grad_norm_(
         foreach: torch's argument; it has no effect.
 
     Raises:
-        ValueError: for a negative ``norm_type``, for parameters that no live optimizer has, or for only some of an
-            optimizer's.
+        ValueError: for a ``max_norm`` that is no number of at least 0, for a negative ``norm_type``, for parameters
+            that no live optimizer has, or for only some of an optimizer's.
     """
+    # a negative one would turn every gradient around
+    if not isinstance(max_norm, Tensor) and not (isinstance(max_norm, Real) and max_norm >= 0):
+        raise ValueError(f"max_norm must be a number of at least 0, or inf, got {max_norm!r}")
     if not float(norm_type) >= 0:
         raise ValueError(f"norm_type must be at least 0, or inf, got {norm_type}")
     optimizers = _optimizers(optimizer_or_parameters)
