@@ -694,7 +694,8 @@ def meshes_that_do_not_say_which_ranks_share_are_refused(rank, world_size):
 def parameters_where_the_group_has_no_collectives_are_refused(rank, world_size):
     there = nn.Parameter(torch.ones(3, device=device_of(rank)))
     nowhere = nn.Parameter(torch.ones(3, device="meta"))
-    with pytest.raises(ValueError, match="no collectives for parameters on meta; move the model to c"):
+    advice = r"move the model to (cpu|cuda), by to_empty\(\), and give it numbers before"
+    with pytest.raises(ValueError, match=f"no collectives for parameters on meta; {advice}"):
         TritonDistAdamW([nowhere])
     with pytest.raises((ValueError, RuntimeError), match="no collectives for parameters on meta"):
         TritonDistAdamW([nowhere if rank else there])

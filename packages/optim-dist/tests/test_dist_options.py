@@ -481,3 +481,11 @@ def test_no_limit_measures_the_norm_alone():
 def test_what_lists_no_parameters_is_refused(given):
     with pytest.raises(TypeError, match=rf"params must be a list of parameters.*, got a {type(given).__name__}"):
         TritonDistAdamW(given)
+
+
+def test_a_group_without_parameters_is_refused_by_what_it_has():
+    listed = {"params": [nn.Parameter(torch.ones(4))]}
+    with pytest.raises(ValueError, match=r"a group must have 'params', got one with 'lr', 'param'$"):
+        TritonDistAdamW([listed, {"lr": 1.0, "param": []}])
+    with pytest.raises(ValueError, match=r"a group must have 'params', got one with nothing$"):
+        TritonDistAdamW([listed]).add_param_group({})

@@ -152,6 +152,8 @@ def an_order_that_is_none_is_refused_on_every_rank(rank, world_size):
     forward = [name for name, _ in net.named_parameters()]
     is_last = rank == world_size - 1
     for given, error, text in (
+        (3, TypeError, "order must be a list of names or parameters, got 3"),
+        ("layers", TypeError, "order must be a list of names or parameters, got 'layers'"),
         ([*forward[:2], *forward[3:]], ValueError, r"it lacks layers\.1\.weight"),
         ([*forward, 3], TypeError, "names or parameters, got 3 at place 8"),
     ):

@@ -40,9 +40,10 @@ def compare_before_building(
     types = [device_types(group) for group in groups]
     devices = [_common_device(each, device) for each in types]
     if refused is None and device is not None and any(each and device.type not in each for each in types):
+        how = ", by to_empty(), and give it numbers" if device.type == "meta" else ""
         refused = ValueError(
             f"the process group has no collectives for parameters on {device.type}; move the model to "
-            f"{devices[0].type} before the optimizer is built, or initialize the group with a backend for both"
+            f"{devices[0].type}{how} before the optimizer is built, or initialize the group with a backend for both"
         )
     if device is not None:
         described = {"the device of parameters": device.type, **described}

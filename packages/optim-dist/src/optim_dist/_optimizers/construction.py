@@ -29,6 +29,7 @@ def without_duplicates(params: Iterable[Any] | Mapping[str, Any]) -> list[Any]:
 
     Raises:
         TypeError: for a model, or a single parameter without a list.
+        ValueError: for a group without ``params``.
     """
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         raise TypeError(
@@ -37,6 +38,9 @@ def without_duplicates(params: Iterable[Any] | Mapping[str, Any]) -> list[Any]:
         )
     items: list[Any] = list(params.items()) if isinstance(params, Mapping) else list(params)
     if items and isinstance(items[0], dict):
+        for group in items:
+            if isinstance(group, dict) and "params" not in group:
+                raise ValueError(f"a group must have 'params', got one with {', '.join(map(repr, group)) or 'nothing'}")
         return [{**group, "params": _distinct(group["params"])} if "views" not in group else group for group in items]
     return _distinct(items)
 
@@ -81,6 +85,8 @@ def in_forward_order(found: Sequence[Entry], order: Sequence[str | Tensor] | Non
     """
     if order is None:
         return list(found)
+    if isinstance(order, str | Tensor) or not isinstance(order, Iterable):
+        raise TypeError(f"order must be a list of names or parameters, got {order!r}")
     places: dict[str | int, int] = {}
     for place, item in enumerate(order):
         if not isinstance(item, str | Tensor):
