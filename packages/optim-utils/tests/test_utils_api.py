@@ -25,6 +25,7 @@ pytestmark = pytest.mark.installed
 MODULES = {
     "abstract_dataclass": "AbstractDataclass FrozenAbstractDataclass",
     "commons": "get_all_non_abstract_subclasses batched",
+    "compiling": "not_compiled",
     "dict_zip_iterator": "DictZipIterator",
     "optimizer_modules": "OptimizerModule LoadReport LoadIssue StateLoadError",
     "shampoo_utils": "merge_small_dims multi_dim_split compress_list get_dtype_size generate_pairwise_indices "

@@ -8,6 +8,7 @@ from optim_utils.abstract_dataclass import AbstractDataclass, FrozenAbstractData
 from optim_utils.balance import BytesCost, CostModel, CubicCost, NewtonSchulzCost, Partition, partition
 from optim_utils.block_info import BlockInfo, DTensorBlockInfo
 from optim_utils.commons import batched, get_all_non_abstract_subclasses
+from optim_utils.compiling import not_compiled
 from optim_utils.dict_zip_iterator import DictZipIterator
 from optim_utils.low_bit import (
     CUBIC8,
@@ -155,6 +156,7 @@ __all__ = [
     "merge_small_dims",
     "multi_dim_split",
     "multi_dim_unsplit",
+    "not_compiled",
     "pack_upper_triangular",
     "packed_philox_uint16",
     "partition",

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial, reduce, wraps
+from functools import partial, reduce
 from itertools import repeat
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,23 +43,7 @@ from optim_dist.plan import Plan, RouteName
 from optim_kernels.adamw_groups import out_of_inference_mode
 from optim_kernels.clip import clip_factor as factor_of_norm
 from optim_kernels.muon_groups import Workspace, workspace_for
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _not_compiled(method: Method) -> Method:
-    """Hide ``method`` from ``torch.compile``, which would trace the host's work, some of it once per parameter.
-
-    ``torch.compiler.disable`` comes with imports that take a second, so it is applied only while something compiles.
-    """
-
-    @wraps(method)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(method)(*args, **kwargs)
-        return method(*args, **kwargs)
-
-    return cast(Method, called)
+from optim_utils.compiling import not_compiled
 
 
 class DistOptimizer(StatefulOptimizer):
@@ -113,7 +97,7 @@ class DistOptimizer(StatefulOptimizer):
         for (route, _), cache in self._caches.items():
             self._routes[route].forget(cache)
 
-    @_not_compiled
+    @not_compiled
     @out_of_inference_mode
     def step(self, closure: Callable[[], Any] | None = None, *, clip_factor: Tensor | None = None) -> Any:
         """Reduce gradients that are not reduced yet, update, and all-gather the parameters.
@@ -181,7 +165,7 @@ class DistOptimizer(StatefulOptimizer):
         if self._options.debug:
             step_checks.compare_scalars(self.param_groups, self._entries, self._factor, self._communicator)
 
-    @_not_compiled
+    @not_compiled
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients; the next ``step()`` scales them to ``max_norm``. See ``optim_dist.clip``."""
         return clip.clip_grad_norm_(self, max_norm, norm_type)
@@ -305,7 +289,7 @@ class DistOptimizer(StatefulOptimizer):
 
     # between steps
 
-    @_not_compiled
+    @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, including those already reduced for a step that was not made."""
         if not self._failure:  # after a failure the other ranks do not take part

@@ -26,6 +26,7 @@ from optim_kernels._optimizers.followed_writes import FollowedWrites, can_be_fol
 from optim_kernels._optimizers.inference import as_normal, out_of_inference_mode
 from optim_kernels._optimizers.plain_options import with_dtypes
 from optim_kernels.functional._lists import check_numbers
+from optim_utils.compiling import not_compiled
 from optim_utils.low_bit import from_plain
 
 Arguments = ParamSpec("Arguments")
@@ -198,11 +199,11 @@ def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
     """A ``step`` with torch's hooks around it and its name in profiles, not traced by ``torch.compile``.
 
     torch wraps every optimizer's step for hooks and profiles, and takes 10 µs for the name alone. Its wrapper is used
-    here too, but entered only while a profiler runs or a hook is registered. So is ``torch.compiler.disable``: only
-    while something compiles: on the host of an H200 its wrapper takes 3 of the 28 to 45 µs of a lone tensor's step.
+    here too, but entered only while a profiler runs or a hook is registered.
     """
     with_hooks = Optimizer.profile_hook_step(step)
 
+    @wraps(step)
     def run(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if (
             self._optimizer_step_pre_hooks
@@ -210,20 +211,13 @@ def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
             or torch_optimizer._global_optimizer_pre_hooks
             or torch_optimizer._global_optimizer_post_hooks
             or torch.autograd._profiler_enabled()
-        ) and not _hooks_ran_outside(self, called):
+        ) and not _hooks_ran_outside(self, run):
             return with_hooks(self, *args, **kwargs)
         return step(self, *args, **kwargs)
 
-    @wraps(step)
-    def called(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        # also true of a step that nothing traces, while another thread compiles or a module is exported
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(run)(self, *args, **kwargs)
-        return run(self, *args, **kwargs)
-
     # tells torch that the step needs no wrapper
-    cast(Any, called).hooked = True
-    return called
+    cast(Any, run).hooked = True
+    return not_compiled(run)
 
 
 def without_gradients(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
