@@ -53,6 +53,7 @@ class Program:
         self._separate = team is not None and team.takes_lists
         self.stages = stage_programs(plan, rank, separate=self._separate)
         self._calls = OneCalls(plan, self.stages, rank, team)
+        # whether one call may do everything, and the form of a target that it makes
         self._is_one = plan.communicates and len(self.stages) == 1 and not plan.donate
         last = self.stages[-1].dst_shape
         self._fresh = None if last is None else (last, dense_strides(last))

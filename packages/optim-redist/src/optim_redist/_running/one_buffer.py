@@ -16,7 +16,8 @@ from optim_redist._running.buffers import Buffers
 from optim_redist._running.copies import Copies
 from optim_redist._running.views import Rows, is_dense
 
-# dtypes that NCCL knows by name; what others hold travels as bytes
+# dtypes that NCCL moves, adds and compares by name. It has no 16-bit integers, and torch gives it no 8-bit floats to
+# reduce; what others hold travels as bytes.
 CARRIED = {
     torch.uint8,
     torch.int8,

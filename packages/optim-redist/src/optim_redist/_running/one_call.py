@@ -1,4 +1,4 @@
-"""Stages that are one call between a source and a target of given forms, all that can be decided before decided.
+"""Stages that are one call. What the forms of source and target decide is decided when they are first met.
 
 A call is a library's collective that does all of the stage (``native``), or the exchange of its only phase. With one
 buffer on either side an exchange costs the host half of what lists of buffers cost.
