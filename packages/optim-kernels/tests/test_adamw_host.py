@@ -376,18 +376,24 @@ def test_betas_on_the_device_are_read_there() -> None:
 @pytest.mark.gpu
 @pytest.mark.timing
 def test_a_step_takes_little_of_the_host() -> None:
-    params = make_params([(64,)] * 148)
-    optimizer = TritonAdamW(params)
-    optimizer.step()
-    times = []
+    shapes = [(64,)] * 148
+    ours, torchs = TritonAdamW(make_params(shapes)), torch.optim.AdamW(make_params(shapes), fused=True)
+    ours.step()
+    torchs.step()
+    # in turn, as a host is twice as slow from one minute to the next
+    times = [(_host_seconds(ours), _host_seconds(torchs)) for _ in range(20)]
+    our_least, torchs_least = map(min, zip(*times))
+    # the hosts that NOTES.md speaks of take .21 to .25 of it
+    assert our_least < 0.3 * torchs_least
+
+
+def _host_seconds(optimizer: torch.optim.Optimizer) -> float:
+    """What the host takes for one of 20 steps."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
     for _ in range(20):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(20):
-            optimizer.step()
-        times.append((time.perf_counter() - start) / 20)
-    # 14 µs and 0.42 µs a tensor on the host that NOTES.md speaks of; half as much again for slower ones
-    assert min(times) < 1.5 * (14e-6 + 0.42e-6 * len(params))
+        optimizer.step()
+    return (time.perf_counter() - start) / 20
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters:UserWarning")
@@ -490,7 +496,8 @@ def test_steps_while_another_thread_compiles_are_steps(optimizer_class: Any) -> 
 def test_a_step_in_a_module_that_is_exported_runs_once() -> None:
     p = torch.nn.Parameter(torch.ones(4, device=DEVICE))
     p.grad = torch.ones_like(p)
-    optimizer = TritonAdamW([p], impl="torch")
+    # torch's foreach operations cannot be exported on CUDA
+    optimizer = TritonAdamW([p], impl="torch", foreach=False)
 
     class Model(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:
