@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import inf, isnan
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optim_redist._dtypes import check_started, dtype_name, itemsize
 from optim_redist._mesh import as_shape, coordinates, grid_points, int_tuple
@@ -34,8 +34,53 @@ if TYPE_CHECKING:
 _CACHE_SIZE = 4096
 
 _Decision = dict[str, Any]  # the fields of a plan besides dtype, src and dst
+
+
+class _Question(NamedTuple):
+    """All that a decision depends on, and the key under which it is kept.
+
+    Plans of complex32 are shared with no other dtype of its size, since its partial results are wider.
+    """
+
+    shape: tuple[int, ...]
+    src: Layout
+    dst: Layout
+    partial_init: PartialInit
+    itemsize: int
+    of_complex_halves: bool
+    model: CommModel
+    memory_limit: int | None
+    donate: bool
+    deterministic: bool
+    budget: int
+    planners: tuple[str, ...] | None
+
+    def between_canonical_layouts(self) -> _Question:
+        """The question that layouts of equal ownership share.
+
+        Layouts with pending reductions stay as they are written, since their axes decide which contributions are kept.
+        For the notebook layouts stay as written, too, since its operations are named by the axes of one mesh.
+        """
+        if self.src.partial or self.dst.partial or "notebook" in (self.planners or ()):
+            return self
+        return self._replace(src=canonical(self.src, self.shape), dst=canonical(self.dst, self.shape))
+
+    def request(self) -> Request:
+        """What the planners are asked for."""
+        return Request(
+            Problem(self.shape, self.src, self.dst, self.partial_init),
+            self.itemsize,
+            self.model,
+            memory_limit=self.memory_limit,
+            donate=self.donate,
+            budget=self.budget,
+            deterministic=self.deterministic,
+            of_complex_halves=self.of_complex_halves,
+        )
+
+
 _plans: Recent[Plan] = Recent(_CACHE_SIZE)  # keyed by layouts as the caller wrote them
-_decisions: Recent[_Decision] = Recent(_CACHE_SIZE)  # keyed by the layouts' canonical forms
+_decisions: Recent[_Decision] = Recent(_CACHE_SIZE)  # keyed by questions between canonical layouts
 
 
 def clear_cache() -> None:
@@ -95,8 +140,8 @@ def plan(
     sizes = as_shape(shape)
     try:
         asked = None if planners is None else tuple(planners)
-        options = (donate, deterministic, asked, budget)
-        key = (sizes, name, src, dst, relabel, cost_model, topology, memory_limit, partial_init, *options)
+        options = (cost_model, topology, memory_limit, donate, relabel, deterministic, asked, budget, partial_init)
+        key = (sizes, name, src, dst, *options)
         known = _plans.find(key)
     except TypeError:
         _check_arguments(src, dst, cost_model, topology, planners)
@@ -117,8 +162,21 @@ def plan(
         model = model.consistent if topology is None else model.in_groups_of(topology)
         if relabel:
             dst = relabelled(Problem(shape, src, dst, partial_init))
-        limit = whole_bytes(memory_limit)
-        known = _as_written(_decided(shape, name, src, dst, partial_init, model, limit, *options), name, src, dst)
+        question = _Question(
+            shape=shape,
+            src=src,
+            dst=dst,
+            partial_init=partial_init,
+            itemsize=itemsize(name),
+            of_complex_halves=name == "complex32",
+            model=model,
+            memory_limit=whole_bytes(memory_limit),
+            donate=donate,
+            deterministic=deterministic,
+            budget=budget,
+            planners=asked,
+        )
+        known = _as_written(_decided(question), name, src, dst)
         _plans.put(key, known)
     return known
 
@@ -168,37 +226,13 @@ def _as_written(decision: _Decision, dtype: str, src: Layout, dst: Layout) -> Pl
     return made
 
 
-def _decided(
-    shape: tuple[int, ...],
-    dtype: str,
-    src: Layout,
-    dst: Layout,
-    partial_init: PartialInit,
-    model: CommModel,
-    memory_limit: int | None,
-    donate: bool,
-    deterministic: bool,
-    asked: tuple[str, ...] | None,
-    budget: int,
-) -> _Decision:
-    """The plan between the canonical forms of two layouts, shared by layouts of equal ownership and dtypes of one size.
-
-    Layouts with pending reductions stay as they are written, since their axes decide which contributions are kept. For
-    the notebook layouts stay as written, too, since its operations are named by the axes of one mesh.
-    Plans of complex32 are shared with none, since its partial results are wider.
-    """
-    if not (src.partial or dst.partial or (asked and "notebook" in asked)):
-        src, dst = canonical(src, shape), canonical(dst, shape)
-    width, halves = itemsize(dtype), dtype == "complex32"
-    key = (shape, width, halves, src, dst, partial_init, model, memory_limit, donate, deterministic, asked, budget)
-    known = _decisions.find(key)
+def _decided(question: _Question) -> _Decision:
+    """The answer to the question between the canonical forms of its layouts, found once."""
+    question = question.between_canonical_layouts()
+    known = _decisions.find(question)
     if known is None:
-        problem = Problem(shape, src, dst, partial_init)
-        request = Request(
-            problem, width, model, memory_limit, donate, budget, deterministic=deterministic, of_complex_halves=halves
-        )
-        known = _decide(request, asked)
-        _decisions.put(key, known)
+        known = _decide(question.request(), question.planners)
+        _decisions.put(question, known)
     return known
 
 
