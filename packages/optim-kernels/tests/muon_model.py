@@ -218,7 +218,9 @@ def lr_scale(rule: str | None, matrix: Sequence[int], parameter: Sequence[int]) 
     r, c = (parameter if rule == "keller" else matrix)[-2:]
     if not r or not c or rule == "none":
         return 1.0
-    return 0.2 * sqrt(max(r, c)) if rule == "match_rms_adamw" else sqrt(max(1.0, r / c))
+    if rule == "match_rms_adamw":
+        return 0.2 * sqrt(max(r, c))
+    return sqrt(r / c if rule == "spectral_unclamped" else max(1.0, r / c))
 
 
 def matrices(shape: Sequence[int], options: dict[str, Any], view: MatrixView | None = None) -> list[Tensor]:

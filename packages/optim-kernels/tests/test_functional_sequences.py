@@ -183,7 +183,7 @@ class Muon(RuleBasedStateMachine):
         flags=st.fixed_dictionaries(
             {name: st.booleans() for name in ("nesterov", "row_equilibrate", "renormalize", "cautious", "maximize")}
         ),
-        scale=st.sampled_from(["original", "match_rms_adamw", "keller", "none"]),
+        scale=st.sampled_from(["original", "match_rms_adamw", "spectral_unclamped", "keller", "none"]),
         found_inf=st.sampled_from([None, 0.0, 1.0]),
         tensors=st.booleans(),
     )

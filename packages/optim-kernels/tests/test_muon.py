@@ -33,10 +33,19 @@ def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: i
         optimizer.step()
 
 
+unclamped = pytest.mark.skipif(torch.__version__ < "2.14", reason="torch's Muon has it since 2.14")
+
+
 @pytest.mark.parametrize(
     "options",
-    [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw"}, {"weight_decay": 0.0, "momentum": 0.8}],
-    ids=["default", "plain momentum", "match_rms_adamw", "no decay"],
+    [
+        {},
+        {"nesterov": False},
+        {"adjust_lr_fn": "match_rms_adamw"},
+        pytest.param({"adjust_lr_fn": "spectral_unclamped"}, marks=unclamped),
+        {"weight_decay": 0.0, "momentum": 0.8},
+    ],
+    ids=["default", "plain momentum", "match_rms_adamw", "spectral_unclamped", "no decay"],
 )
 def test_follows_torch_muon(options: dict[str, Any]) -> None:
     """Within what torch's bf16 products cost: each update element is about 1/√n, 1e-2 of it is lost."""
@@ -60,6 +69,23 @@ def test_state_travels_to_torch_muon_and_back() -> None:
     back.load_state_dict(torch.optim.Muon(theirs, lr=0.2).state_dict())
     assert back.param_groups[0]["lr"] == 0.2
     assert back.param_groups[0]["beta2"] == 0.9
+
+
+@pytest.mark.parametrize(("rows", "columns", "scale"), [(4, 16, 0.5), (16, 4, 2.0), (8, 8, 1.0)])
+def test_spectral_unclamped_scales_wide_matrices_down(rows: int, columns: int, scale: float) -> None:
+    """By √(r/c), where ``"original"`` stops at 1; also in a state that torch.optim.Muon has saved."""
+    ours = parameters((rows, columns))
+    plain, loaded = copy.deepcopy(ours), copy.deepcopy(ours)
+    before = ours[0].detach().clone()
+    train(TritonMuon(ours, lr=0.1, weight_decay=0.0, adjust_lr_fn="spectral_unclamped"), ours, steps=1)
+    train(TritonMuon(plain, lr=0.1, weight_decay=0.0, adjust_lr_fn="none"), plain, steps=1)
+    torch.testing.assert_close(ours[0] - before, scale * (plain[0] - before))
+    saved = torch.optim.Muon(ours, lr=0.1, weight_decay=0.0).state_dict()
+    saved["param_groups"][0]["adjust_lr_fn"] = "spectral_unclamped"
+    other = TritonMuon(loaded)
+    other.load_state_dict(saved)
+    train(other, loaded, steps=1)
+    assert torch.equal(loaded[0], ours[0])
 
 
 def test_buffers_and_gradients_stay_as_they_are() -> None:

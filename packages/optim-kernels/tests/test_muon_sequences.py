@@ -58,7 +58,7 @@ muon_changes = {
     "nesterov": st.booleans(),
     "ns_coefficients": st.sampled_from(["keller", "polar_express", (2.0, -1.5, 0.5)]),
     "ns_steps": st.integers(0, 2),
-    "adjust_lr_fn": st.sampled_from([None, "original", "match_rms_adamw", "keller", "none"]),
+    "adjust_lr_fn": st.sampled_from([None, "original", "match_rms_adamw", "spectral_unclamped", "keller", "none"]),
     "eps_mode": st.sampled_from(["clamp", "add"]),
     "norm_scale": st.sampled_from([1.0, 1.02]),
     "missing_grad": st.sampled_from(["skip", "zero", "raise"]),

@@ -49,8 +49,9 @@ class TritonMuon(MuonOptimizer):
 
     Args:
         ns_coefficients: a triple, a list of triples or a name of ``COEFFICIENTS``.
-        adjust_lr_fn: ``None`` or ``"original"`` multiplies lr by √max(1, r/c), ``"match_rms_adamw"`` by 0.2 √max(r, c);
-            ``"keller"`` takes r and c from the parameter's last two dimensions, ``"none"`` leaves lr alone.
+        adjust_lr_fn: ``None`` or ``"original"`` multiplies lr by √max(1, r/c), ``"match_rms_adamw"`` by 0.2 √max(r, c),
+            ``"spectral_unclamped"`` by √(r/c), of each matrix; ``"keller"`` is ``"original"`` with r and c from the
+            parameter's last two dimensions, ``"none"`` leaves lr alone.
         ns_method, ns_dtype, ns_restarts, norm_scale, eps_mode: see `NSConfig`.
         nd: how tensors of four and more dimensions are read: ``"batch"`` as a batch over the last two, ``"flatten"``
             and ``"convolution"`` as one matrix (out, the rest). Three dimensions are a batch, except that

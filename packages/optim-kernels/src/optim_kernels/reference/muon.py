@@ -32,7 +32,7 @@ from optim_kernels._options import check_switches
 from optim_kernels.reference.newton_schulz import frobenius_norm
 
 Scalar: TypeAlias = float | Tensor
-ScaleRule: TypeAlias = Literal["original", "match_rms_adamw", "keller", "none"]
+ScaleRule: TypeAlias = Literal["original", "match_rms_adamw", "spectral_unclamped", "keller", "none"]
 Orthogonalize: TypeAlias = Callable[[Tensor], Tensor]
 
 
@@ -43,7 +43,8 @@ class MuonRule:
     Args:
         nesterov: U looks one step ahead.
         scale: the factor of the learning rate: ``"original"`` √max(1, r/c), ``"match_rms_adamw"`` 0.2 √max(r, c),
-            ``"keller"`` √max(1, r/c) of the last two dimensions of the whole parameter, ``"none"`` 1.
+            ``"spectral_unclamped"`` √(r/c), ``"keller"`` √max(1, r/c) of the last two dimensions of the whole
+            parameter, ``"none"`` 1.
         row_equilibrate, renormalize, cautious: see the module's formulas.
         maximize: climb instead of descend.
     """
@@ -79,6 +80,8 @@ def lr_scale(rule: ScaleRule, matrix_shape: Sequence[int], param_shape: Sequence
         return 1.0
     if rule == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
+    if rule == "spectral_unclamped":
+        return math.sqrt(rows / columns)
     return math.sqrt(max(1.0, rows / columns))
 
 
