@@ -31,19 +31,17 @@ from optim_kernels._optimizers.adamw_state import (
 )
 from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
 from optim_kernels._optimizers.adamw_torch import beyond_torch, step_with_torch
-from optim_kernels._optimizers.base import (
-    check_capture,
-    checked_factor,
-    hooked_step,
-    launches_line,
-    log_fallback,
-    run_closure,
-    text_table,
-    without_gradients,
-)
+from optim_kernels._optimizers.explaining import launches_line, log_fallback, text_table
 from optim_kernels._optimizers.group_clipping import check_clipping, check_here, clipping_of_step, norm_and_factor
 from optim_kernels._optimizers.plain_options import with_dtype_names
 from optim_kernels._optimizers.private_state import PrivateState
+from optim_kernels._optimizers.stepping import (
+    check_capture,
+    checked_factor,
+    hooked_step,
+    run_closure,
+    without_gradients,
+)
 from optim_kernels._optimizers.storage import MasterWeights, check_dtype, drop_other_masters, missing_master
 from optim_kernels._options import check_adamw_scalars, check_scalars
 from optim_kernels.functional.adamw_plan import AdamWPlan

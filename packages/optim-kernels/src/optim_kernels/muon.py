@@ -13,15 +13,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._impl import Impl
-from optim_kernels._optimizers.base import (
-    check_capture,
-    checked_factor,
-    hooked_step,
-    launches_line,
-    run_closure,
-    text_table,
-    without_gradients,
-)
+from optim_kernels._optimizers.explaining import launches_line, text_table
 from optim_kernels._optimizers.muon_base import MuonOptimizer
 from optim_kernels._optimizers.muon_explain import HEADER, explain_row, tiles_of
 from optim_kernels._optimizers.muon_options import (
@@ -31,6 +23,13 @@ from optim_kernels._optimizers.muon_options import (
     MissingGrad,
     given_options,
     variant_options,
+)
+from optim_kernels._optimizers.stepping import (
+    check_capture,
+    checked_factor,
+    hooked_step,
+    run_closure,
+    without_gradients,
 )
 from optim_kernels._optimizers.storage import MasterWeights
 from optim_kernels.functional._muon_workspace import workspace_for

@@ -23,21 +23,20 @@ from optim_kernels._optimizers import nanochat_checkpoints as nanochat
 from optim_kernels._optimizers.adamw_paths import NOT_YET_THERE, why_not_stored
 from optim_kernels._optimizers.adamw_state import NEEDED, laid_out
 from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
-from optim_kernels._optimizers.base import (
-    check_capture,
-    checked_factor,
-    hooked_step,
-    launches_line,
-    run_closure,
-    text_table,
-    without_gradients,
-)
+from optim_kernels._optimizers.explaining import launches_line, text_table
 from optim_kernels._optimizers.group_clipping import check_clipping, check_here, clipping_of_step, norm_and_factor
 from optim_kernels._optimizers.kinds import completed_group
 from optim_kernels._optimizers.muon_base import MuonOptimizer
 from optim_kernels._optimizers.muon_entries import check_state_in_capture
 from optim_kernels._optimizers.muon_explain import HEADER, explain_row, tiles_of
 from optim_kernels._optimizers.muon_planner import MuonPlanner
+from optim_kernels._optimizers.stepping import (
+    check_capture,
+    checked_factor,
+    hooked_step,
+    run_closure,
+    without_gradients,
+)
 from optim_kernels._optimizers.storage import check_dtype, drop_other_masters, new_count
 from optim_kernels._options import check_adamw_ranges, check_adamw_scalars, check_switches
 from optim_kernels.functional import adamw_

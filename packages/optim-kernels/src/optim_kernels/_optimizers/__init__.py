@@ -1,8 +1,9 @@
-"""What the optimizer classes are made of: groups, state, routes of update. No kernel code.
+"""What the optimizer classes are made of: groups, state, updates. No kernel code.
 
 What is where:
 
     base group_clipping private_state         what all classes share
+    stepping explaining                       what surrounds the update in a step, and what is said of it
     inference                                 calls under ``torch.inference_mode()``
     kinds plain_options                       groups of both kinds, and as a state dict holds them
     storage followed_writes                   dtypes of parameters, masters, step counts; masters that follow writes

@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw as torch_adamw
 from optim_kernels import reference
 from optim_kernels._dtensors import local
 from optim_kernels._optimizers.adamw_state import MOMENTS
-from optim_kernels._optimizers.storage import master_of
+from optim_kernels._optimizers.storage import MASTER_KEYS, master_of
 from optim_utils.low_bit import LowBitTensor
 
 
@@ -48,7 +48,7 @@ def beyond_torch(
 def _fits_torch(group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> bool:
     """Whether torch's code can work on these: gradient and moments in the parameter's dtype, and no master."""
     return not group["stochastic_rounding"] and not any(
-        {"master", "master_low"} & state.keys()
+        MASTER_KEYS & state.keys()
         or grad.dtype != param.dtype
         or any(
             state[key].dtype != param.dtype or isinstance(state[key], LowBitTensor) for key in MOMENTS if key in state

@@ -1,4 +1,4 @@
-"""What the optimizer classes of this package share: closures, capture, loss scaling, loading of state, ``explain``.
+"""What the optimizer classes of this package share: loading of state, names of parameters, loss scaling.
 
 An optimizer of ours is a ``torch.optim.Optimizer`` whose state keeps its own dtypes. torch casts every loaded tensor of
 the state except ``step`` to the parameter's dtype (pytorch#43706), which turns the fp32 moments of a bf16 parameter, or
@@ -8,34 +8,22 @@ them (``_place_state``).
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import wraps
-from inspect import unwrap
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
-from optim_kernels._dtensors import whole
-from optim_kernels._optimizers.adamw_state import NEEDED
+from optim_kernels._optimizers.adamw_state import MOMENTS, NEEDED
 from optim_kernels._optimizers.followed_writes import FollowedWrites, can_be_followed
 from optim_kernels._optimizers.inference import as_normal, out_of_inference_mode
 from optim_kernels._optimizers.plain_options import with_dtypes
-from optim_kernels.functional._lists import check_numbers
-from optim_utils.compiling import not_compiled
+from optim_kernels._optimizers.storage import MASTERS
 from optim_utils.low_bit import from_plain
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-
-_logger = logging.getLogger(__name__)
-
 # The entries of a parameter's state that have the parameter's shape.
-ELEMENTWISE_KEYS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master", "master_low")
+ELEMENTWISE_KEYS = ("momentum_buffer", *MOMENTS, *MASTERS)
 
 
 class StatefulOptimizer(Optimizer):
@@ -193,97 +181,3 @@ class _Kept:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self._value
-
-
-def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``step`` with torch's hooks around it and its name in profiles, not traced by ``torch.compile``.
-
-    torch wraps every optimizer's step for hooks and profiles, and takes 10 µs for the name alone. Its wrapper is used
-    here too, but entered only while a profiler runs or a hook is registered.
-    """
-    with_hooks = Optimizer.profile_hook_step(step)
-
-    @wraps(step)
-    def run(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if (
-            self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or torch_optimizer._global_optimizer_pre_hooks
-            or torch_optimizer._global_optimizer_post_hooks
-            or torch.autograd._profiler_enabled()
-        ) and not _hooks_ran_outside(self, run):
-            return with_hooks(self, *args, **kwargs)
-        return step(self, *args, **kwargs)
-
-    # tells torch that the step needs no wrapper
-    cast(Any, run).hooked = True
-    return not_compiled(run)
-
-
-def without_gradients(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """``torch.no_grad()`` around a function of every step: it calls what that calls, in a seventh of its time."""
-
-    @wraps(function)
-    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            torch._C._set_grad_enabled(before)
-
-    return run
-
-
-def _hooks_ran_outside(optimizer: Optimizer, step: Callable[..., Any]) -> bool:
-    """Whether ``step`` is called by a subclass's own step, which torch has wrapped."""
-    outer = type(optimizer).step
-    return getattr(outer, "hooked", False) and unwrap(outer, stop=lambda inner: inner is step) is not step
-
-
-def run_closure(closure: Callable[[], Any] | None) -> Any:
-    """The loss of ``closure``, run with gradients enabled; ``None`` without one."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
-
-
-def checked_factor(clip_factor: Any) -> Tensor | None:
-    """The ``clip_factor`` that ``step`` was given, checked before the step begins; a DTensor in full."""
-    check_numbers(clip_factor=clip_factor)
-    factor: Tensor | None = whole(clip_factor)
-    return factor
-
-
-def check_capture(optimizer: Optimizer) -> None:
-    """Raise ``RuntimeError`` when a step is being captured into a graph and a group is not ``capturable``."""
-    # nothing is captured before CUDA is initialised, which is cheaper to find out
-    if not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():
-        return
-    if not all(group["capturable"] for group in optimizer.param_groups):
-        raise RuntimeError(
-            f"{type(optimizer).__name__}.step() is being captured into a CUDA graph, but capturable is False in at "
-            "least one group; construct the optimizer with capturable=True"
-        )
-
-
-def log_fallback(optimizer: Optimizer, reasons: Iterable[str]) -> None:
-    """Log in one line why plain torch updates parameters; ``explain()`` says which."""
-    distinct = sorted(set(reasons))
-    if distinct:
-        _logger.info("%s uses plain torch where %s; see explain()", type(optimizer).__name__, "; ".join(distinct))
-
-
-def launches_line(count: int) -> str:
-    """The line of ``explain()`` that counts the launches of a step."""
-    return f"{count} launch{'es' * (count != 1)} a step"
-
-
-def text_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, footer: Sequence[str] = ()) -> str:
-    """An aligned plain-text table, one line a row, then the lines of ``footer``."""
-    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([*lines, *footer])

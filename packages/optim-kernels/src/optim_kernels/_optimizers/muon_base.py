@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optim_kernels._optimizers.base import log_fallback
+from optim_kernels._optimizers.explaining import log_fallback
 from optim_kernels._optimizers.followed_writes import can_be_followed
 from optim_kernels._optimizers.muon_entries import convert_loaded_state, entries_of
 from optim_kernels._optimizers.muon_options import DEFAULTS, check_group, check_param, view_of

@@ -12,7 +12,14 @@ from torch import Tensor
 from optim_kernels._dtensors import local, spread_as
 from optim_kernels._impl import PLAIN_TYPES
 from optim_kernels._optimizers.muon_options import check_choices, check_param, ns_config_of, rule_of, view_of
-from optim_kernels._optimizers.storage import drop_other_masters, master_of, masters_to_keep, missing_master, new_count
+from optim_kernels._optimizers.storage import (
+    MASTERS,
+    drop_other_masters,
+    master_of,
+    masters_to_keep,
+    missing_master,
+    new_count,
+)
 from optim_kernels.functional.muon import check_kernels, muon_, new_second_moment, num_second_moments
 from optim_kernels.multi_tensor import is_capturing
 from optim_utils.param_groups import MatrixView
@@ -45,11 +52,10 @@ def convert_state(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]
     dtype = group["momentum_dtype"]
     if dtype is not None and "momentum_buffer" in state:
         state["momentum_buffer"] = state["momentum_buffer"].to(dtype)
-    if "master" in state or "master_low" in state:
-        masters = masters_to_keep(param, group["master_weights"], state)
-        for key in ("master", "master_low"):
-            state.pop(key, None)
-        state.update(masters)
+    masters = masters_to_keep(param, group["master_weights"], state)
+    for key in MASTERS:
+        state.pop(key, None)
+    state.update(masters)
 
 
 def convert_loaded_state(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
@@ -60,7 +66,7 @@ def convert_loaded_state(param: Tensor, group: Mapping[str, Any], state: dict[st
         state["second_momentum_buffer"] = state["second_momentum_buffer"].to(wide).contiguous()
     if type(param) in PLAIN_TYPES:
         strides = torch.empty_like(param, device="meta").stride()
-        for key in ("momentum_buffer", "master", "master_low"):
+        for key in ("momentum_buffer", *MASTERS):
             if key in state and state[key].stride() != strides:
                 state[key] = torch.empty_like(param, dtype=state[key].dtype).copy_(state[key])
 

@@ -143,12 +143,12 @@ def _rule(*options: Any) -> MuonRule:
 
 def check_group(group: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` for options that torch.optim.Muon refuses, in its words, or that ours cannot take."""
-    _check_numbers(group)
+    _check_ranges(group)
     check_choices(group)
 
 
-def _check_numbers(group: Mapping[str, Any]) -> None:
-    _check_kinds(group)
+def _check_ranges(group: Mapping[str, Any]) -> None:
+    _check_numbers(group)
     if not float(group["lr"]) >= 0.0:
         raise ValueError(f"Learning rate should be >= 0 but is: {group['lr']}")
     if not group["momentum"] >= 0.0:
@@ -160,7 +160,7 @@ def _check_numbers(group: Mapping[str, Any]) -> None:
         raise ValueError(f"beta2 should be None or in [0, 1) but is: {beta2}")
 
 
-def _check_kinds(group: Mapping[str, Any]) -> None:
+def _check_numbers(group: Mapping[str, Any]) -> None:
     """Raise where a hyperparameter is not a number."""
     check_scalars(lr=group["lr"], momentum=group["momentum"], weight_decay=group["weight_decay"])
     if group["beta2"] is not None:
@@ -169,7 +169,7 @@ def _check_kinds(group: Mapping[str, Any]) -> None:
 
 def check_choices(group: Mapping[str, Any]) -> None:
     """`check_group` without the ranges of numbers, which for tensors on the device cost a synchronisation."""
-    _check_kinds(group)
+    _check_numbers(group)
     check_switches(**{option: group[option] for option in _SWITCHES})
     if group["adjust_lr_fn"] not in _ADJUST_LR_FNS:
         raise ValueError(

@@ -1,0 +1,93 @@
+"""What surrounds the update in every ``step``: hooks and profiles, ``no_grad``, the closure, checks of arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import unwrap
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from optim_kernels._dtensors import whole
+from optim_kernels.functional._lists import check_numbers
+from optim_utils.compiling import not_compiled
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``step`` with torch's hooks around it and its name in profiles, not traced by ``torch.compile``.
+
+    torch wraps every optimizer's step for hooks and profiles, and takes 10 µs for the name alone. Its wrapper is used
+    here too, but entered only while a profiler runs or a hook is registered.
+    """
+    with_hooks = Optimizer.profile_hook_step(step)
+
+    @wraps(step)
+    def run(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or torch_optimizer._global_optimizer_pre_hooks
+            or torch_optimizer._global_optimizer_post_hooks
+            or torch.autograd._profiler_enabled()
+        ) and not _hooks_ran_outside(self, run):
+            return with_hooks(self, *args, **kwargs)
+        return step(self, *args, **kwargs)
+
+    # tells torch that the step needs no wrapper
+    cast(Any, run).hooked = True
+    return not_compiled(run)
+
+
+def without_gradients(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """``torch.no_grad()`` around a function of every step: it calls what that calls, in a seventh of its time."""
+
+    @wraps(function)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return run
+
+
+def _hooks_ran_outside(optimizer: Optimizer, step: Callable[..., Any]) -> bool:
+    """Whether ``step`` is called by a subclass's own step, which torch has wrapped."""
+    outer = type(optimizer).step
+    return getattr(outer, "hooked", False) and unwrap(outer, stop=lambda inner: inner is step) is not step
+
+
+def run_closure(closure: Callable[[], Any] | None) -> Any:
+    """The loss of ``closure``, run with gradients enabled; ``None`` without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def checked_factor(clip_factor: Any) -> Tensor | None:
+    """The ``clip_factor`` that ``step`` was given, checked before the step begins; a DTensor in full."""
+    check_numbers(clip_factor=clip_factor)
+    factor: Tensor | None = whole(clip_factor)
+    return factor
+
+
+def check_capture(optimizer: Optimizer) -> None:
+    """Raise ``RuntimeError`` when a step is being captured into a graph and a group is not ``capturable``."""
+    # nothing is captured before CUDA is initialised, which is cheaper to find out
+    if not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():
+        return
+    if not all(group["capturable"] for group in optimizer.param_groups):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() is being captured into a CUDA graph, but capturable is False in at "
+            "least one group; construct the optimizer with capturable=True"
+        )
