@@ -46,7 +46,11 @@ class CubicCost:
 
 @dataclass(frozen=True)
 class NewtonSchulzCost:
-    """Flops of ``steps`` Newton–Schulz steps on (..., m, n): 4 m² n + 2 m³ each with m ≤ n, times the batch (Muon)."""
+    """Flops of ``steps`` Newton–Schulz steps on (..., m, n), times the batch (Muon).
+
+    With m ≤ n a step X ← aX + (bA + cA²)X, A = XXᵀ, is three dense products: 4 m² n + 2 m³. Kernels that leave out
+    symmetric halves take less: 3 m² n + m³.
+    """
 
     steps: int = 5
 
