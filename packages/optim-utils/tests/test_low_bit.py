@@ -27,6 +27,7 @@ from optim_utils.low_bit import (
     OCTAL8,
     OCTAL8_UNSIGNED,
     OCTAL_MOMENT8,
+    QUINTIC8_UNSIGNED,
     UINT8_AFFINE,
     LowBitFormat,
     LowBitTensor,
@@ -430,15 +431,15 @@ def test_functional_forms_compile_fullgraph(fmt: LowBitFormat) -> None:
     assert torch.equal(at_random(x).codes, quantize(x, fmt, stochastic=True, seed=3).codes)
 
 
-def test_the_averages_that_stall_in_bf16_do_not_at_eight_bits() -> None:
+@pytest.mark.parametrize("fmt", [MOMENT8, QUINTIC8_UNSIGNED], ids=lambda fmt: fmt.code)
+def test_averages_that_stall_in_bf16_do_not_at_eight_bits(fmt: LowBitFormat) -> None:
     generator = torch.Generator().manual_seed(0)
-    beta = 0.99
-    v = quantize(torch.full((4096,), 0.25), MOMENT8)
-    exact = torch.full((4096,), 0.25)
+    beta, exact = 0.99, torch.full((4096,), 0.25)
+    v = quantize(exact, fmt)
     for _ in range(600):
         g2 = torch.randn(4096, generator=generator).square_()
         exact = beta * exact + (1 - beta) * g2
-        v = quantize(beta * dequantize(v) + (1 - beta) * g2, MOMENT8)
+        v = quantize(beta * dequantize(v) + (1 - beta) * g2, fmt)
     assert (dequantize(v) > 0).all()
     assert dequantize(v).mean().item() == pytest.approx(exact.mean().item(), rel=0.05)
 
