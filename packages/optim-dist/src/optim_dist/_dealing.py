@@ -1,9 +1,9 @@
 """Who orthogonalizes which matrix: even work first, even bytes second, buckets last.
 
-Newton–Schulz on an m x n matrix (m <= n) by symmetric products costs 5 (3 m^2 n + m^3) flops; moving it costs its
-bytes. Equal shapes are dealt round-robin as far as their count divides by the number of ranks: equal chunks, equal
-work, no padding. The rest is placed by ``optim_utils.balance.partition``. Placing everything by ``partition`` is tried,
-too, and the better of the two results taken.
+Five steps of Newton–Schulz on an m x n matrix (m <= n) cost 5 (3 m^2 n + m^3) flops; moving it costs its bytes. Equal
+shapes are dealt round-robin as far as their count divides by the number of ranks: equal chunks, equal work, no padding.
+The rest is placed by ``optim_utils.balance.partition``. Placing everything by ``partition`` is tried, too, and the
+better of the two results taken.
 
 Packing each bucket on its own would be uneven: at 8 ranks some rank gets 1.8 to 3.7 times the mean. So owners are dealt
 over the whole model, and only then is every owner's list cut into buckets.
@@ -16,10 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from optim_kernels.orthogonalization import NSConfig
 from optim_utils.balance import partition
 
 MEMORY_CAP = 1.1  # bytes of the fullest owner over the mean, where that can be met
 MAX_PADDING = 0.03  # as a share of all bytes
+
+# What owners are dealt by, whatever a group's options are: these may change between steps, owners not.
+_ITERATION = NSConfig(method="standard")
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,8 @@ class Matrix:
 
 
 def newton_schulz_flops(shape: Sequence[int]) -> int:
-    """Flops of five iterations on every matrix of a ``[..., m, n]`` tensor."""
-    m, n = sorted(shape[-2:])
-    return prod(shape[:-2]) * 5 * (3 * m * m * n + m**3)
+    """Flops of five steps on every matrix of a ``[..., m, n]`` tensor."""
+    return prod(shape[:-2]) * _ITERATION.flops(*shape[-2:])
 
 
 def deal(matrices: Sequence[Matrix], world_size: int, num_buckets: int) -> list[list[list[int]]]:
