@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from optim_dist._checkpoint.codes import in_files, whole_shape
+from optim_dist._checkpoint.codes import in_files, join_codes, whole_shape
 from optim_dist._checkpoint.common import without_numpy_scalars
 from optim_dist._checkpoint.manifest import Manifest, SavedParameter, SavedState
 from optim_dist._checkpoint.reshard import VALUE
@@ -241,3 +241,11 @@ def state_of_part(part: Tensor | None, description: SavedState, shard: Shard) ->
     if part is not None:
         in_memory_order(state).copy_(part)
     return state
+
+
+def put_read_state(optimizer: LiveOptimizer, shard: Shard, state: dict[str, Any], saved: SavedParameter) -> None:
+    """Give ``optimizer`` a shard's state whose tensors have been read: with 8-bit moments and numbers as ``saved``."""
+    join_codes(state, saved)
+    for key, value in saved.scalars.items():
+        state[key] = torch.full((), value, dtype=torch.float32, device=shard.value.device)
+    optimizer.put_state(shard, state)

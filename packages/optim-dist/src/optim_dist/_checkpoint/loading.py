@@ -66,14 +66,12 @@ class Contents:
 
 
 def load(folder: Path, model: nn.Module | None, opt: DistOptimizer) -> Any:
-    """Load a checkpoint, and return its ``extra``; collective.
+    """Load a checkpoint into an optimizer that is open, and return its ``extra``; collective.
 
     Raises:
         CheckpointError: on every rank, before anything is written, with everything that does not fit.
     """
     communicator = opt.communicator
-    opt.check_open()
-    communicator.check_ranks()
     background.wait_for_last()  # which may be the one to load
     opt.wait()  # gathers in flight would overwrite what is loaded
     problems = Problems(communicator.rank)
@@ -163,19 +161,9 @@ def _compare_file(content: dict[str, dict[str, Tensor]], saved_rank: int, manife
 
 def _exchange(contents: Contents, readers: Sequence[int], opt: DistOptimizer) -> None:
     """Bring parameters and their state to the ranks that own them now; ``readers`` of each saved rank's file."""
-    communicator = opt.communicator
     index = {spec.name: place for place, spec in enumerate(contents.specs)}
     restoring = Restoring(opt, contents.specs, {entry.name: entry for entry in contents.saved})
     for batch in in_batches(streams(contents.saved, readers, lambda name: pieces_of(opt, index[name])), ROOM):
-        restoring.put(
-            exchange(
-                batch,
-                lambda file, name, key: contents.files[file][name][key],
-                communicator.rank,
-                communicator.ranks,
-                communicator.group,
-                communicator.device,
-            )
-        )
+        restoring.put(exchange(batch, lambda file, name, key: contents.files[file][name][key], opt.communicator))
         restoring.end_batch(batch)
     restoring.finish()

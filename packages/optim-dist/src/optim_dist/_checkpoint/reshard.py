@@ -20,10 +20,10 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from optim_dist._checkpoint.codes import Flat, blocks_of
 from optim_dist._checkpoint.manifest import SavedParameter, SavedState
+from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import Piece
 from optim_redist import Intervals, Item, Layout, Mesh, redistribute_many
 
@@ -184,12 +184,7 @@ def in_batches(wanted: Iterable[Stream], room: int) -> Iterator[list[Stream]]:
 
 
 def exchange(
-    wanted: Sequence[Stream],
-    read: Callable[[int, str, str], Flat],
-    rank: int,
-    ranks: Sequence[int],
-    group: ProcessGroup | None,
-    device: torch.device,
+    wanted: Sequence[Stream], read: Callable[[int, str, str], Flat], communicator: Communicator
 ) -> Iterator[Arrival]:
     """Yield what this rank owns, as flat parts; ``read(file, name, key)`` gives a piece that it has read.
 
@@ -200,7 +195,8 @@ def exchange(
     def part_read(stream: Stream, name: str, part: Segment) -> Tensor:
         return read(part.file, name, stream.key)[part.start - part.base : part.stop - part.base]
 
-    mesh = Mesh(len(ranks), ranks=list(ranks))
+    rank, world_size, device = communicator.rank, communicator.world_size, communicator.device
+    mesh = Mesh(world_size, ranks=list(communicator.ranks))
     items: dict[str, Item] = {}
     moved: list[Stream] = []
     for stream in wanted:
@@ -210,13 +206,13 @@ def exchange(
                 yield Arrival(name, stream.key, part.start - part.base, found.to(device))
             continue
         before, after = (
-            Layout(mesh, [((0,), Intervals(stream.rows(side, len(ranks))))]) for side in ("before", "after")
+            Layout(mesh, [((0,), Intervals(stream.rows(side, world_size)))]) for side in ("before", "after")
         )
         source = _joined(mine, stream.dtype, device)
         items[f"{len(moved):04d}"] = Item(source, (stream.numel,), before, after)
         del source
         moved.append(stream)
-    arrived = redistribute_many(items, group=group) if items else {}
+    arrived = redistribute_many(items, group=communicator.group) if items else {}
     items.clear()
     for stream, target in zip(moved, arrived.values()):
         assert target is not None, "every rank is in the mesh"

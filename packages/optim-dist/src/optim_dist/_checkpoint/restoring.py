@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from optim_dist._checkpoint.codes import join_codes
-from optim_dist._checkpoint.contents import layouts_by_name, pieces_of, state_of_part
+from optim_dist._checkpoint.contents import layouts_by_name, pieces_of, put_read_state, state_of_part
 from optim_dist._checkpoint.manifest import SavedParameter
 from optim_dist._checkpoint.reshard import VALUE, Arrival, Stream
 from optim_dist._checkpoint.rows import Part, as_rows, from_rows
@@ -116,8 +115,5 @@ class Restoring:
                 elif name not in self._cut and description.in_pieces and isinstance(shard.parameter, DTensor):
                     # a single rank cuts nothing, but the state of its DTensors consists of DTensors, too
                     state[key] = as_parameter_lies(state[key], shard.parameter)
-            join_codes(state, entry)
-            for key, value in entry.scalars.items():
-                state[key] = torch.full((), value, dtype=torch.float32, device=shard.value.device)
-            optimizer.put_state(shard, state)
+            put_read_state(optimizer, shard, state, entry)
         optimizer.gather_parameters()

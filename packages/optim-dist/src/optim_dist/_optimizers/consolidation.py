@@ -7,16 +7,13 @@ marked as whole, so that ``load_state_dict`` takes it over at any number of rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from optim_dist._optimizers.agreement import compare_options
 from optim_dist._optimizers.live import LiveOptimizer
-from optim_dist._optimizers.shards import Shard
 from optim_dist._optimizers.whole_state import full_state_dict
-from optim_dist._reduction.collectives import Communicator
 
 IS_WHOLE = "is_whole"  # an entry of state dicts, which torch's optimizers ignore
 
@@ -47,15 +44,15 @@ class Consolidated:
         return None if self.state is None else {number: dict(state) for number, state in sorted(self.state.items())}
 
 
-def consolidate(
-    optimizer: LiveOptimizer, shards: Sequence[Shard], communicator: Communicator, to: int | None
-) -> Consolidated | None:
+def consolidate(optimizer: LiveOptimizer, to: int | None) -> Consolidated | None:
     """Gather the state of all ranks on rank ``to`` of the process group, or nowhere if that is None. Collective."""
+    communicator = optimizer.communicator
+    optimizer.check_open()
     communicator.check_ranks()
     compare_options({"to of consolidate_state_dict": str(to)}, communicator)
     if to is None:
         return None
     if not 0 <= to < communicator.world_size:
         raise ValueError(f"to must be one of the optimizer's ranks 0-{communicator.world_size - 1}, got {to}")
-    full = full_state_dict(optimizer, shards, communicator, communicator.chunk_of(to))
+    full = full_state_dict(optimizer, communicator.chunk_of(to))
     return Consolidated(to, full.get("state"))

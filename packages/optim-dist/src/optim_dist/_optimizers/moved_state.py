@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from optim_dist._checkpoint.codes import Flat, decode_where_cut, in_files, join_codes
+from optim_dist._checkpoint.codes import Flat, decode_where_cut, in_files
 from optim_dist._checkpoint.contents import (
     SCALARS,
     describe_state,
     flat_part,
     pieces_of,
+    put_read_state,
     saved_parameters,
     state_of_part,
 )
@@ -51,10 +51,7 @@ class MovedState:
             state: dict[str, Any] = {}
             for key, description in known.state.items():
                 state[key] = state_of_part(mine.pop(key, None), description, shard)
-            join_codes(state, known)
-            for key, value in known.scalars.items():
-                state[key] = torch.full((), value, dtype=torch.float32, device=shard.value.device)
-            optimizer.put_state(shard, state)
+            put_read_state(optimizer, shard, state, known)
 
 
 def take_state(optimizer: LiveOptimizer, plan: Plan, found: Sequence[Entry]) -> MovedState:
@@ -97,7 +94,6 @@ def take_state(optimizer: LiveOptimizer, plan: Plan, found: Sequence[Entry]) -> 
     for stream in streams(
         saved, range(communicator.world_size), lambda name: plan.ranges(moving[name]), with_values=False
     ):
-        place = communicator.rank, communicator.ranks, communicator.group, communicator.device
-        for name, key, _, part in exchange([stream], read, *place):
+        for name, key, _, part in exchange([stream], read, communicator):
             moved.parts.setdefault(name, {})[key] = part
     return moved

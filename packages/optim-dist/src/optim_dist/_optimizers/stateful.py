@@ -191,7 +191,7 @@ class StatefulOptimizer(PlannedOptimizer):
         step_checks.check_listed(self.param_groups, self._listed)
         state_dict = loaded_state.adapted(self, state_dict)
         if IS_WHOLE in state_dict:
-            state_dict = whole_state.cut_full_state_dict(self, state_dict, self.shards())
+            state_dict = whole_state.cut_full_state_dict(self, state_dict)
         loaded_state.check_stamp(state_dict, self.plan, self._communicator.rank)
         loaded_state.check_states(self, state_dict)
         if self._communicator.world_size > 1:
@@ -229,7 +229,7 @@ class StatefulOptimizer(PlannedOptimizer):
         Args:
             to: a rank of the optimizer's process group.
         """
-        self._consolidated = consolidate(self, self.shards(), self._communicator, to)
+        self._consolidated = consolidate(self, to)
 
     def _outdate(self, how: str) -> None:
         if self._consolidated is not None:
@@ -237,12 +237,12 @@ class StatefulOptimizer(PlannedOptimizer):
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state of all ranks in torch's one-process form, on the first rank's CPU; elsewhere ``{}``. Collective."""
-        return whole_state.full_state_dict(self, self.shards(), self._communicator)
+        return whole_state.full_state_dict(self)
 
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a one-process state; every rank passes the same and keeps its part."""
         state_dict = loaded_state.adapted(self, state_dict)
-        self.load_state_dict(whole_state.cut_full_state_dict(self, state_dict, self.shards()))
+        self.load_state_dict(whole_state.cut_full_state_dict(self, state_dict))
 
 
 def _storage_options(group: dict[str, Any]) -> list[Any]:

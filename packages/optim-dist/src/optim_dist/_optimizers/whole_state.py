@@ -23,18 +23,17 @@ from optim_dist._optimizers.states import (
     stamped,
 )
 from optim_dist._reduction.collectives import Communicator
-from optim_dist.plan import ParameterSpec, Plan, dtype_name
+from optim_dist.plan import ParameterSpec, dtype_name
 from optim_kernels.adamw_groups import ELEMENTWISE_KEYS
 from optim_kernels.muon_groups import make_groups_plain
 from optim_redist import Layout, Mesh, redistribute_local
 from optim_redist.index_sets import intervals
 
 
-def full_state_dict(
-    optimizer: LiveOptimizer, shards: Sequence[Shard], communicator: Communicator, to_chunk: int = 0
-) -> dict[str, Any]:
+def full_state_dict(optimizer: LiveOptimizer, to_chunk: int = 0) -> dict[str, Any]:
     """The one-process state on the CPU of the owner of ``to_chunk``; ``{}`` elsewhere. Owners send each piece once."""
-    plan, mine = optimizer.plan, {shard.index: optimizer.kept_state(shard) for shard in shards}
+    plan, communicator = optimizer.plan, optimizer.communicator
+    mine = {shard.index: optimizer.kept_state(shard) for shard in optimizer.shards()}
     described = communicator.gather_json({str(index): _described(state) for index, state in mine.items()})
     numbers = numbers_in_groups(optimizer)
     # groups are copied with their tensors: schedulers change an lr in place
@@ -47,8 +46,8 @@ def full_state_dict(
         else:
             whole = {}
             for key, (dtype, shape) in described[plan.ranges(index)[0].rank].get(str(index), {}).items():
-                kind = _Kind(getattr(torch, dtype), shape, key in ELEMENTWISE_KEYS)
-                whole[key] = _broadcast(mine.get(index, {}).get(key), kind, plan, index, communicator, to_chunk)
+                form = _Form(getattr(torch, dtype), shape, key in ELEMENTWISE_KEYS)
+                whole[key] = _gathered(mine.get(index, {}).get(key), form, optimizer, index, to_chunk=to_chunk)
         if whole and communicator.rank == to_chunk:
             states[numbers[id(entry.parameter)]] = whole
     full = {"state": states, "param_groups": groups}
@@ -56,7 +55,7 @@ def full_state_dict(
     return full if communicator.rank == to_chunk else {}
 
 
-class _Kind(NamedTuple):
+class _Form(NamedTuple):
     """What a state tensor is like; ``lies_alike``: whether the whole tensor has the strides of its parameter."""
 
     dtype: torch.dtype
@@ -69,19 +68,20 @@ def _described(state: dict[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
     return {key: (dtype_name(value.dtype), list(value.shape)) for key, value in state.items()}
 
 
-def _broadcast(
-    mine: Tensor | None, kind: _Kind, plan: Plan, index: int, communicator: Communicator, to_chunk: int
+def _gathered(
+    mine: Tensor | None, form: _Form, optimizer: LiveOptimizer, index: int, *, to_chunk: int
 ) -> Tensor | None:
     """A whole state tensor on the CPU of the owner of ``to_chunk``, each piece from its owner; None elsewhere.
 
     ``mine`` is this rank's piece of it; ``index`` says of which parameter it is.
     """
+    plan, communicator = optimizer.plan, optimizer.communicator
     spec, pieces = plan.parameters[index], plan.ranges(index)
-    in_pieces = spec.route == "adamw" and bool(kind.shape) and plan.world_size > 1
+    in_pieces = spec.route == "adamw" and bool(form.shape) and plan.world_size > 1
     parts = []
     for piece in pieces if in_pieces else pieces[:1]:
-        numel = piece.stop - piece.start if in_pieces else prod(kind.shape)
-        part = torch.empty(numel, dtype=kind.dtype, device=communicator.device)
+        numel = piece.stop - piece.start if in_pieces else prod(form.shape)
+        part = torch.empty(numel, dtype=form.dtype, device=communicator.device)
         if piece.rank == communicator.rank:
             assert mine is not None, "owners have what they described"
             # parts are in their parameter's memory order, whole tensors have the strides they were made or loaded with
@@ -95,8 +95,8 @@ def _broadcast(
     value = torch.cat(parts)
     if in_pieces:
         return value.as_strided(spec.shape, spec.stride)
-    value = value.view(kind.shape)
-    return value.new_empty_strided(spec.shape, spec.stride).copy_(value) if kind.lies_alike else value
+    value = value.view(form.shape)
+    return value.new_empty_strided(spec.shape, spec.stride).copy_(value) if form.lies_alike else value
 
 
 def on_one_rank(value: Tensor, layout: Layout, communicator: Communicator, to_chunk: int = 0) -> Tensor | None:
@@ -118,11 +118,9 @@ def on_one_rank(value: Tensor, layout: Layout, communicator: Communicator, to_ch
     return here.to("cpu", copy=True)
 
 
-def cut_full_state_dict(
-    optimizer: LiveOptimizer, state_dict: dict[str, Any], shards: Sequence[Shard]
-) -> dict[str, Any]:
+def cut_full_state_dict(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A one-process state, the same on every rank, in the form of this rank's ``state_dict()``: cut to its parts."""
-    numbers = numbers_in_groups(optimizer)
+    numbers, shards = numbers_in_groups(optimizer), optimizer.shards()
     # check all parameters, so that every rank refuses what one refuses
     problems = [
         f"{entry.name}.{key}: shape {tuple(value.shape)}, expected {spec.shape}"
