@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from optim_dist._optimizers.base import DistOptimizer
 from optim_dist._optimizers.construction import name_in_group
 from optim_dist._optimizers.options import CommonOptions
-from optim_dist._optimizers.repeated_adamw import RepeatedAdamW, update_options
+from optim_dist._optimizers.repeated_adamw import RepeatedAdamW, UpdateOptions
 from optim_dist._optimizers.shards import Item, Route, Shard, StepContext, check_rounding
 from optim_dist.plan import RouteName
 from optim_dist.planning import code_block
@@ -48,16 +48,16 @@ class AdamWRoute:
                 cache["repeated"].run(context)
                 return
         # a call takes one kind of rounding, and AMSGrad needs one more tensor
-        calls: dict[tuple[bool, bool, int], list[Item]] = {}
+        calls: dict[UpdateOptions, list[Item]] = {}
         for item in items:
-            key = update_options(item.group)
-            if key[1]:
+            options = UpdateOptions.of(item.group)
+            if options.stochastic_rounding:
                 check_rounding(item.shard)
-            calls.setdefault(key, []).append(item)
+            calls.setdefault(options, []).append(item)
         former = cache.get("plans", {})
-        plans = cache["plans"] = {key: former.get(key) or AdamWPlan() for key in calls}
-        for key, chosen in calls.items():
-            self._update(chosen, context, *key, plans[key])
+        plans = cache["plans"] = {options: former.get(options) or AdamWPlan() for options in calls}
+        for options, chosen in calls.items():
+            self._update(chosen, context, options, plans[options])
         # plain torch makes no launches that could be repeated
         has_launches = all(plan.num_launches for plan in plans.values())
         cache["latest"] = items if context.are_kept and has_launches else None
@@ -65,9 +65,7 @@ class AdamWRoute:
     def forget(self, cache: dict[Any, Any]) -> None:
         cache.clear()
 
-    def _update(
-        self, items: Sequence[Item], context: StepContext, amsgrad: bool, at_random: bool, seed: int, plan: AdamWPlan
-    ) -> None:
+    def _update(self, items: Sequence[Item], context: StepContext, options: UpdateOptions, plan: AdamWPlan) -> None:
         masters = [item.master for item in items]
         adamw_(
             [item.shard.value for item in items],
@@ -80,10 +78,10 @@ class AdamWRoute:
             eps=[item.group["eps"] for item in items],
             weight_decay=[item.group["weight_decay"] for item in items],
             maximize=[bool(item.group.get("maximize")) for item in items],
-            max_exp_avg_sqs=[item.state["max_exp_avg_sq"] for item in items] if amsgrad else None,
+            max_exp_avg_sqs=[item.state["max_exp_avg_sq"] for item in items] if options.amsgrad else None,
             masters=masters if any(master is not None for master in masters) else None,
-            stochastic_rounding=at_random,
-            seed=seed,
+            stochastic_rounding=options.stochastic_rounding,
+            seed=options.seed,
             grad_scale=context.grad_scale,
             found_inf=context.found_inf,
             clip_factor=context.factor,

@@ -16,7 +16,7 @@ from optim_utils.param_groups import MatrixView
 
 
 class TritonDistMuonAdamW(DistOptimizer):
-    """Groups with ``kind="muon"`` or ``kind="adamw"``, each with the options of its route.
+    """Groups with ``kind="muon"`` or ``kind="adamw"``, each with the options of its kind.
 
     Args:
         param_groups: dicts with ``kind`` and ``params``. Options that they leave out have the defaults of
@@ -53,8 +53,8 @@ class TritonDistMuonAdamW(DistOptimizer):
             check_adamw(group)
 
     def _route_name(self, group: dict[str, Any]) -> RouteName:
-        kind: RouteName = group["kind"]
-        return kind
+        route: RouteName = group["kind"]
+        return route
 
     def _views(self, group: dict[str, Any]) -> Sequence[MatrixView | None]:
         return muon_views(group) if group["kind"] == "muon" else super()._views(group)

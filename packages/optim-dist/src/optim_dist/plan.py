@@ -26,7 +26,7 @@ import torch
 
 from optim_dist._dealing import newton_schulz_flops
 
-RouteName = Literal["adamw", "muon"]
+RouteName = Literal["adamw", "muon"]  # the update that a parameter takes: what its group calls ``kind``
 
 MATRIX_ALIGNMENT = 256  # bytes, for matrix products on the weights
 VECTOR_ALIGNMENT = 16  # bytes

@@ -132,7 +132,7 @@ def _elementwise_buckets(
         parts.setdefault(min(count - 1, int(middle * count / max(1, total))), []).append(index)
         position += specs[index].numel
     for part in sorted(parts):
-        slots, end = _lay_out(specs, parts[part], 0)
+        slots, end = _lay_out(specs, parts[part])
         yield _bucket(specs, slots, -(-end // world_size), world_size)
 
 
@@ -150,7 +150,7 @@ def _matrix_buckets(
         for mine in owned:
             # equal shapes lie side by side, so that a batch of them is one strided view
             shapes = list(dict.fromkeys(specs[index].shape for index in mine))
-            layouts.append(_lay_out(specs, sorted(mine, key=lambda index: shapes.index(specs[index].shape)), 0))
+            layouts.append(_lay_out(specs, sorted(mine, key=lambda index: shapes.index(specs[index].shape))))
         chunk = _round_up(max(end for _, end in layouts), CHUNK_ALIGNMENT)
         slots = [
             Slot(slot.parameter, rank * chunk + slot.offset) for rank, (mine, _) in enumerate(layouts) for slot in mine
@@ -158,8 +158,9 @@ def _matrix_buckets(
         yield _bucket(specs, slots, chunk, world_size)
 
 
-def _lay_out(specs: Sequence[ParameterSpec], members: Sequence[int], start: int) -> tuple[list[Slot], int]:
-    slots, position = [], start
+def _lay_out(specs: Sequence[ParameterSpec], members: Sequence[int]) -> tuple[list[Slot], int]:
+    """A place for each member, one behind another, and where the last one ends."""
+    slots, position = [], 0
     for index in members:
         position = _round_up(position, specs[index].alignment)
         slots.append(Slot(index, position))

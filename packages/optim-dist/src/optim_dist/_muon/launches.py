@@ -81,7 +81,7 @@ class LaunchSorter(Generic[P]):
 
         Args:
             lists: the tensors that a launch works on, each list with one entry per shard; a shard with None in the
-            first list does not take part.
+                first list does not take part.
             why_not: why a launch cannot take the shard at a place, or None.
         """
         groups = {id(item.group): item.group for item in items}

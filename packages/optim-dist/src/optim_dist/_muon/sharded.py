@@ -101,6 +101,7 @@ class Batch:
         matrices: Sequence[ShardedMatrix],
         owners: Mapping[int, int],
         moments: Mapping[int, Tensor],
+        *,
         world: Communicator,
         memory: Tensor,
         planner: MuonPlanner,
@@ -205,7 +206,10 @@ class ShardedMuon:
             # batches share it: one's results are packed for sending before the next begins
             room = max(room_for([matrix.whole for matrix in mine]) for mine in owned)
             memory = torch.empty(room, dtype=torch.uint8, device=world.device)
-            self._batches = [Batch(part, self.owners, moments, world, memory, new_planner()) for part in self._parts]
+            self._batches = [
+                Batch(part, self.owners, moments, world=world, memory=memory, planner=new_planner())
+                for part in self._parts
+            ]
             self._moments = tuple(moments)
         return self._batches
 

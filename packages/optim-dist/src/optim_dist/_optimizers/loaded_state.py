@@ -24,12 +24,12 @@ from optim_kernels.adamw_groups import ELEMENTWISE_KEYS
 from optim_kernels.muon_groups import with_dtypes
 from optim_utils.param_groups import MatrixView
 
-# state keys that each kind of update needs, if there is a state at all
+# state keys that each update needs, if there is a state at all
 NEEDED_KEYS: Mapping[RouteName, tuple[str, ...]] = {
     "adamw": ("step", "exp_avg", "exp_avg_sq"),
     "muon": ("momentum_buffer",),
 }
-_KINDS: Mapping[RouteName, str] = {"adamw": "AdamW", "muon": "Muon"}
+_UPDATE_NAMES: Mapping[RouteName, str] = {"adamw": "AdamW", "muon": "Muon"}
 
 # options of a group that stay those of the optimizer that loads: a loaded state is converted to its formats
 OWN_OPTIONS = ("views", "momentum_dtype", "state_dtype", "master_weights", "impl")
@@ -54,7 +54,7 @@ def check_stamp(state_dict: dict[str, Any], plan: Plan, rank: int) -> None:
 
 
 def check_states(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> None:
-    """Refuse states of another kind of update or other shapes, and DTensors that are not laid out as parameters are.
+    """Refuse states of another update or other shapes, and DTensors that are not laid out as parameters are.
 
     State of parameters in buckets is in parts, which fit if their plan does (``check_stamp``).
     """
@@ -88,7 +88,7 @@ def lacking(state: Mapping[str, Any], entry: Entry) -> str:
     if not state or not missing:
         return ""
     return (
-        f"the state to load of {entry.name} has {', '.join(sorted(state))}, but {_KINDS[entry.route]} needs "
+        f"the state to load of {entry.name} has {', '.join(sorted(state))}, but {_UPDATE_NAMES[entry.route]} needs "
         f"{' and '.join(missing)}; load the state of an optimizer of this kind"
     )
 

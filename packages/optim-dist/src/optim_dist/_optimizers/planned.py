@@ -51,7 +51,7 @@ class PlannedOptimizer(LiveOptimizer):
         self._connect()
 
     def _route_name(self, group: dict[str, Any]) -> RouteName:
-        """Which kind of update a group takes."""
+        """Which update a group takes."""
         raise NotImplementedError
 
     def _views(self, group: dict[str, Any]) -> Sequence[MatrixView | None]:

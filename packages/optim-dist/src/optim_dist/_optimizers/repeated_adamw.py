@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from optim_dist._optimizers.shards import Item, StepContext
 from optim_kernels.adamw_groups import AdamWStep
@@ -19,7 +19,7 @@ class RepeatedAdamW:
         groups = {id(item.group): item.group for item in items}
         numbers = {key: number for number, key in enumerate(groups)}
         self._items, self._groups = items, list(groups.values())
-        self._options = list(map(update_options, self._groups))
+        self._options = list(map(UpdateOptions.of, self._groups))
         gradients = [item.shard.grad for item in items]
         self._step = AdamWStep(
             self._groups,
@@ -33,8 +33,8 @@ class RepeatedAdamW:
         self._gradients = self._step.look_at(gradients)
 
     def is_for(self, items: Sequence[Item]) -> bool:
-        """Whether ``items`` is the list this was made for, and its groups' ``update_options`` have not changed."""
-        return items is self._items and list(map(update_options, self._groups)) == self._options
+        """Whether ``items`` is the list this was made for, and its groups' ``UpdateOptions`` have not changed."""
+        return items is self._items and list(map(UpdateOptions.of, self._groups)) == self._options
 
     def run(self, context: StepContext) -> None:
         """One step, with the hyperparameters that the groups have now."""
@@ -47,7 +47,14 @@ class RepeatedAdamW:
         )
 
 
-def update_options(group: Mapping[str, Any]) -> tuple[bool, bool, int]:
-    """The options that a plan is made for: AMSGrad, stochastic rounding, and its seed."""
-    at_random = bool(group.get("stochastic_rounding"))
-    return bool(group.get("amsgrad")), at_random, int(group.get("seed", 0)) if at_random else 0
+class UpdateOptions(NamedTuple):
+    """The options of a group that a plan is made for: items in which they differ take calls of their own."""
+
+    amsgrad: bool
+    stochastic_rounding: bool
+    seed: int
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> UpdateOptions:
+        at_random = bool(group.get("stochastic_rounding"))
+        return cls(bool(group.get("amsgrad")), at_random, int(group.get("seed", 0)) if at_random else 0)

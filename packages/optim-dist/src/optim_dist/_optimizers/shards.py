@@ -1,4 +1,4 @@
-"""What a route of update sees: the part of each parameter that this rank owns, and the step's scalars."""
+"""What an update sees: the part of each parameter that this rank owns, and the step's scalars."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class StepContext:
 
 
 class Route(Protocol):
-    """One kind of update: what state it needs and how it is applied."""
+    """How one update works: what state it needs, and how it is applied."""
 
     def block(self, parameter: Tensor, group: Mapping[str, Any]) -> int:
         """How many elements of a parameter share a scale in its state, 1 without scales; cuts are between blocks."""

@@ -106,6 +106,7 @@ def build_streamed_bucket(
     specs: Sequence[ParameterSpec],
     parameters: Sequence[Tensor],
     communicator: Communicator,
+    *,
     sums_dtype: torch.dtype,
     num_paired: int | None = None,
 ) -> StreamedBucket:

@@ -77,7 +77,10 @@ class StreamedReduction:
         communicator: Communicator,
     ) -> StreamedBucket:
         """Move parameters into a new bucket."""
-        return build_streamed_bucket(plan, specs, parameters, communicator, self._sums_dtype(plan), self._num_paired)
+        sums_dtype = self._sums_dtype(plan)
+        return build_streamed_bucket(
+            plan, specs, parameters, communicator, sums_dtype=sums_dtype, num_paired=self._num_paired
+        )
 
     def extend(self, buckets: Sequence[ParameterBucket], reducer: Reducer) -> None:
         """Append buckets that ``build`` has made."""
