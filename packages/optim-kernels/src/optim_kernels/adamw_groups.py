@@ -2,6 +2,9 @@
 
 An `AdamWStep` is a step of the kernels that can be repeated: on the same tensors, with the hyperparameters that the
 groups have at that time. `KnownStates` tells whether states are still those that the step was made for.
+
+Muon's states need some of this, too: `ELEMENTWISE_KEYS`, `master_of` and `MASTER_KEYS`, `FollowedWrites`, `KnownStates`
+and, for whatever makes tensors that are written to later, `out_of_inference_mode`.
 """
 
 from optim_kernels._optimizers.adamw_codes import has_codes
