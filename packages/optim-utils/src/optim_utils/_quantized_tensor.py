@@ -14,7 +14,7 @@ from optim_utils.optimizer_modules import OptimizerModule
 
 __all__ = ["FLOAT_DTYPES", "QuantizedTensor", "is_supported", "stored_as", "unsupported_error"]
 
-# : the dtypes that plain casts convert between for storage and computation
+# The dtypes that plain casts convert between for storage and computation
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

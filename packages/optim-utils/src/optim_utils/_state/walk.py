@@ -37,7 +37,7 @@ def is_never_stored(value: object) -> bool:
 class Stateful:
     """An object whose own attributes are its state."""
 
-    #: names of attributes that are not state
+    # names of attributes that are not state
     non_state_attributes: ClassVar[Collection[str]] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
