@@ -31,6 +31,7 @@ from optim_redist import (
     Ragged,
     RepeatedExchange,
     UnsupportedError,
+    bounds,
     compile,
     execute,
     plan,
@@ -790,7 +791,7 @@ def _with_buffers_of_their_own(
                 x, target = sources.get(rank), targets[rank]
                 one = None
                 if at_once != "no" and x is not None and target is not None:
-                    one = Exchange.of(stage, rows_of(x), rows_of(target), team, to_itself=to_itself)
+                    one = Exchange.of(stage, k, rows_of(x), rows_of(target), team, to_itself=to_itself)
                 if one is not None:
                     (into, sent), end = cast(Any, one.start(x, target, team, async_op=False))
                     to, from_ = list(sent), list(into)
@@ -870,18 +871,44 @@ def test_no_gaps_under_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_contributions_with_buffers_of_their_own() -> None:
-    several = 0
+    several, calls = 0, Counter[str]()
     for seed in range(120):
         shape, src, dst = random_case(seed, "P", [(4,), (2, 2), (3, 2)])
-        made = plan(shape, torch.float32, src, dst)
         generator = torch.Generator().manual_seed(seed)
         count = prod(src.mesh.sizes[axis] for axis, _ in src.partial)
         full = [torch.randint(-99, 99, shape, generator=generator).float() for _ in range(count)]
         sources = {rank: part_of(full[contributions_of(src, rank)], src, rank) for rank in src.mesh.ranks}
-        found, expected = _with_buffers_of_their_own(made, dict(sources))[0], simulate(made, sources)
-        assert all(torch.equal(found[rank], expected[rank]) for rank in found), seed
-        several += made.communicates and made.phases[0][0].num_contributions > 2
-    assert several > 5
+        some = Problem(shape, src, dst)
+        relayed = [["relay"]] if some.num_contributions > 1 and some.dst_replicas > 1 else []
+        for planners, at_once in product([None, *relayed], ("flat", "lists", "no")):
+            made = plan(shape, torch.float32, src, dst, planners=planners)
+            found, num_calls = _with_buffers_of_their_own(made, dict(sources), at_once=at_once)
+            expected = simulate(made, sources)
+            assert all(torch.equal(found[rank], expected[rank]) for rank in found), (seed, planners, at_once)
+            calls[at_once] += num_calls
+            several += made.communicates and made.phases[0][0].num_contributions > 2
+    assert several > 15
+    assert calls["no"] == 0
+    assert calls["flat"] == calls["lists"] > 100
+
+
+def test_what_is_handed_on_with_buffers_of_its_own() -> None:
+    # what a later exchange sends lies in the target
+    handed_on = 0
+    for seed in range(80):
+        case = random_case(seed, "UBM", [(4,), (2, 2), (3, 2)])
+        limits = bounds(case.shape, case.src, case.dst)
+        if case.src.partial or case.dst.partial or limits.single_hop <= limits.lb:
+            continue
+        made = plan(case.shape, torch.int32, case.src, case.dst, planners=["forward"])
+        full = _numbered(case.shape, torch.int32)
+        sources = {rank: part_of(full, case.src, rank) for rank in case.src.mesh.ranks}
+        for at_once in ("flat", "lists"):
+            targets, num_calls = _with_buffers_of_their_own(made, dict(sources), at_once=at_once)
+            for rank in case.dst.mesh.ranks:
+                assert torch.equal(targets[rank], part_of(full, case.dst, rank)), (seed, at_once)
+            handed_on += num_calls
+    assert handed_on > 20
 
 
 def _dropped_handle(rank: int, world: int) -> None:

@@ -20,7 +20,7 @@ from optim_redist._running import collectives
 from optim_redist._running.collectives import Team, Waitable
 from optim_redist._running.donated import give_up, refuse_undonatable
 from optim_redist._running.native import NativeGather, NativeReduction
-from optim_redist._running.one_call import OneCall, OneCalls
+from optim_redist._running.one_call import Exchange, OneCalls
 from optim_redist._running.rank_program import RankPhase
 from optim_redist._running.stage_program import PhaseRun, StageProgram, stage_programs
 from optim_redist._running.uncompiled import uncompiled
@@ -153,13 +153,17 @@ class Program:
             return None
         if x.shape != stage.src_shape or x.dtype is not self.dtype:
             return None
-        one = self._calls.find(0, x, self._fresh)
+        one: NativeGather | NativeReduction | Exchange | None = self._calls.native(0)
+        if one is None and len(stage.phases) == 1:
+            one = self._calls.exchange(0, 0, x, self._fresh)
         if one is None or self._fresh is None:
             return None
         assert self.team is not None, "plans that communicate have a team"
         target = torch.empty(self._fresh[0], dtype=self.dtype, device=x.device)
         try:
-            _, finish = one.start(x, target, self.team, async_op=False)
+            work, finish = one.start(x, target, self.team, async_op=False)
+            if work is not None:
+                work.wait()
             finish()
         except RuntimeError as error:
             error.add_note(self._where(f"in step {stage.phases[0].name!r}"))
@@ -176,7 +180,6 @@ class Program:
             # the resolved copy takes the place of the donated source, which is not read again
             give_up(given)
             given = x
-        to_itself = self._calls.to_itself and device.type != "cpu"
         name = ""
         try:
             for number, stage in enumerate(self.stages):
@@ -188,26 +191,13 @@ class Program:
                     continue
                 target = stage.allocate(device) if room is None else room
                 # library collectives are NCCL's, but a group with NCCL may also be given CPU tensors
-                form = None if target is None else rows_of(target)
-                one = self._calls.find(number, x, form) if device.type != "cpu" else None
-                if one is not None:
-                    yield from self._run_one(one, x, target, async_op)
-                    x = target
-                    give_up(given)
-                    continue
-                for k, phase in enumerate(stage.phases):
-                    name = phase.name
-                    run = stage.begin(k, x, target, device, to_itself=to_itself)
-                    work = None
-                    if self.plan.communicates:
-                        # nothing else has to be done meanwhile: NCCL then runs on the current stream
-                        is_async = async_op or run.stays
-                        work = self._exchange(phase, run, run.pack(), device, async_op=is_async)
-                    run.local()
-                    yield work
-                    run.finish()
-                    # free its buffers before the next round allocates its own
-                    del run, work
+                native = self._calls.native(number) if device.type != "cpu" else None
+                if native is not None:
+                    yield from self._run_native(native, x, target, async_op)
+                else:
+                    for k, phase in enumerate(stage.phases):
+                        name = phase.name
+                        yield from self._run_phase(number, k, x, target, device, async_op)
                 x = target
                 give_up(given)
         except RuntimeError as error:
@@ -230,20 +220,44 @@ class Program:
         run.finish()
         return target
 
-    def _run_one(
-        self, one: OneCall, x: Tensor | None, target: Tensor | None, async_op: bool
+    def _run_native(
+        self, native: NativeGather | NativeReduction, x: Tensor | None, target: Tensor | None, async_op: bool
     ) -> Generator[Waitable | None, None, None]:
         assert self.team is not None, "library collectives have a team"
         assert x is not None, "every rank holds a part"
         assert target is not None, "every rank has a part of the result"
         dense = target
-        if isinstance(one, (NativeGather, NativeReduction)) and not target.is_contiguous():
+        if not target.is_contiguous():
             dense = torch.empty_like(target, memory_format=torch.contiguous_format)
-        work, finish = one.start(x, dense, self.team, async_op=async_op)
+        work, finish = native.start(x, dense, self.team, async_op=async_op)
         yield work
         finish()
         if dense is not target:
             target.copy_(dense)
+
+    def _run_phase(
+        self, number: int, k: int, x: Tensor | None, target: Tensor | None, device: torch.device, async_op: bool
+    ) -> Generator[Waitable | None, None, None]:
+        """Run phase k of a stage; all of its buffers are free when the next one begins."""
+        form = None if target is None else rows_of(target)
+        exchange = self._calls.exchange(number, k, x, form) if device.type != "cpu" else None
+        if exchange is not None:
+            assert self.team is not None, "exchanges have a team"
+            assert x is not None, "such a rank holds a part"
+            assert target is not None, "and has a part of the result"
+            work, finish = exchange.start(x, target, self.team, async_op=async_op)
+            yield work
+            finish()
+            return
+        stage = self.stages[number]
+        run = stage.begin(k, x, target, device, to_itself=self._calls.to_itself and device.type != "cpu")
+        work = None
+        if self.plan.communicates:
+            # nothing else has to be done meanwhile: NCCL then runs on the current stream
+            work = self._exchange(stage.phases[k], run, run.pack(), device, async_op=async_op or run.stays)
+        run.local()
+        yield work
+        run.finish()
 
     def _exchange(
         self, phase: RankPhase, run: PhaseRun, sends: list[Tensor], device: torch.device, *, async_op: bool

@@ -38,7 +38,7 @@ class Buffers:
         needs_own: whether any buffer lies in it, if only an empty one.
         numbers: of every buffer, its place among those that lie in other places, in the order of memory.
         sizes: of these.
-        is_one: whether they follow each other in one memory.
+        is_one: whether they follow each other in one memory, or there are none.
         is_flat: whether, in addition, no two messages share a buffer.
     """
 
@@ -57,7 +57,7 @@ class Buffers:
         number = {span: k for k, span in enumerate(chain.from_iterable(self._runs))}
         self.numbers = [number[span] for span in spans]
         self.sizes = [span.size for span in number]
-        self.is_one = len(self._runs) == 1
+        self.is_one = len(self._runs) <= 1
         self.is_flat = self.is_one and len(spans) == len(number)
 
     def packing(self) -> list[Pair]:
@@ -70,7 +70,9 @@ class Buffers:
 
     @property
     def run(self) -> Span:
-        """The memory of all buffers, if it is one."""
+        """The memory of all buffers, if it is one: nothing of our own if there are none."""
+        if not self._runs:
+            return Span(None, 0, 0)
         first, last = self._runs[0][0], self._runs[0][-1]
         return Span(first.which, first.start, last.start + last.size - first.start)
 

@@ -104,7 +104,7 @@ class NativeReduction:
         if self.kind == "all_reduce":
             target.copy_(x)
             return team.all_reduce(target, self.op, async_op=async_op), partial(self._divide, target, target)
-        sent = self._outgoing(x).of(x)
+        sent = self._outgoing(x).of({"src": x})
         return team.reduce_scatter(target, sent, self.op, async_op=async_op), partial(self._divide, target, sent)
 
     def _divide(self, target: Tensor, buffer: Tensor) -> None:
@@ -118,7 +118,7 @@ class NativeReduction:
             parts: list[Part] = [("src", view) for view in self.parts.views(x.stride())]
             buffers = buffers_of([parts], separate=False, in_place=True)
             packs = Copies(buffers.packing(), x.element_size(), [FLAT, form])
-            self.known[form] = Outgoing(buffers, packs, form, x.dtype, [self.parts.num_elements])
+            self.known[form] = Outgoing(buffers, packs, {"src": form}, x.dtype, [self.parts.num_elements])
         return self.known[form]
 
 

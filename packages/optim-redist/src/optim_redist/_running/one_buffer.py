@@ -6,7 +6,7 @@ some hundred kilobytes cost the wire. So a buffer is no flatter than it has to b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from optim_redist._running.buffers import Buffers
 from optim_redist._running.copies import Copies
-from optim_redist._running.views import Rows, is_dense
+from optim_redist._running.views import FLAT, Rows, is_dense
+from optim_redist.moves import Which
 
 # dtypes that NCCL moves, adds and compares by name. It has no 16-bit integers, and torch gives it no 8-bit floats to
 # reduce; what others hold travels as bytes.
@@ -38,16 +39,21 @@ class _OneBuffer:
     """
 
     def __init__(
-        self, buffers: Buffers, own_shape: Sequence[int], form: Rows, dtype: torch.dtype, sizes: Sequence[int]
+        self,
+        buffers: Buffers,
+        own_shape: Sequence[int],
+        forms: Mapping[Which, Rows],
+        dtype: torch.dtype,
+        sizes: Sequence[int],
     ) -> None:
-        """``own_shape``: of a buffer of our own; ``form``: shape and strides of the tensor; ``sizes``: elements of each
-        message, which fill the buffer in this order."""
-        which, self._start, self._size = buffers.run
-        self._is_own = which is None
+        """``own_shape``: of a buffer of our own; ``forms``: shape and strides of the tensors in which it may lie;
+        ``sizes``: elements of each message, which fill the buffer in this order."""
+        self._which, self._start, self._size = buffers.run
+        self._is_own = self._which is None
         self._dtype = dtype
         self._wire = dtype if dtype in CARRIED else torch.uint8
         self._ratio = dtype.itemsize // self._wire.itemsize
-        shape, strides = form
+        shape, strides = FLAT if self._which is None else forms[self._which]
         self._is_whole = self._start == 0 and prod(shape) == self._size and bool(shape) and strides[-1] == 1
         self._is_whole = self._is_whole and is_dense(shape, strides)
         shape = tuple(own_shape) if self._is_own else shape if self._is_whole else (self._size,)
@@ -68,22 +74,24 @@ class _OneBuffer:
 
 
 class Outgoing(_OneBuffer):
-    """The buffer that a collective reads: in a source, or packed out of it by one copy or several."""
+    """The buffer that a collective reads: in a source or target, or packed out of them by one copy or several."""
 
-    def __init__(self, buffers: Buffers, packs: Copies, form: Rows, dtype: torch.dtype, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, buffers: Buffers, packs: Copies, forms: Mapping[Which, Rows], dtype: torch.dtype, sizes: Sequence[int]
+    ) -> None:
         self._packs = packs
         self._at_once = packs.fills(buffers.num_elements)
         own_shape = packs.pairs[0].write[0] if self._at_once else (buffers.num_elements,)
-        super().__init__(buffers, own_shape, form, dtype, sizes)
+        super().__init__(buffers, own_shape, forms, dtype, sizes)
 
-    def of(self, x: Tensor) -> Tensor:
-        """The buffer, dense, for a resolved source."""
-        if not self._is_own:
-            return self._on_wire(self._memory_of(x))
+    def of(self, tensors: Mapping[Which, Tensor]) -> Tensor:
+        """The buffer, dense, for a resolved source, and a target where it is read from."""
+        if self._which is not None:
+            return self._on_wire(self._memory_of(tensors[self._which]))
         if self._at_once:
-            return self._on_wire(self._packs.packed({"src": x}))
-        buffer = torch.empty(self._size, dtype=x.dtype, device=x.device)
-        self._packs.run({"src": x}, buffer)
+            return self._on_wire(self._packs.packed(tensors))
+        buffer = torch.empty(self._size, dtype=self._dtype, device=tensors["src"].device)
+        self._packs.run(tensors, buffer)
         return self._on_wire(buffer)
 
 
@@ -91,7 +99,7 @@ class Incoming(_OneBuffer):
     """The buffer that a collective writes: in a target, or one of our own that is unpacked into it."""
 
     def __init__(self, buffers: Buffers, unpacks: Copies, form: Rows, dtype: torch.dtype, sizes: Sequence[int]) -> None:
-        super().__init__(buffers, (buffers.num_elements,), form, dtype, sizes)
+        super().__init__(buffers, (buffers.num_elements,), {"dst": form}, dtype, sizes)
         self._unpacks = unpacks
 
     def room_for(self, target: Tensor) -> Tensor:
@@ -103,7 +111,11 @@ class Incoming(_OneBuffer):
     def unpack(self, buffer: Tensor, target: Tensor) -> None:
         """Bring what has arrived to its place."""
         if self._is_own:
-            self._unpacks.run({"src": buffer if buffer.dtype == self._dtype else buffer.view(self._dtype)}, target)
+            self._unpacks.run({"src": self.values(buffer)}, target)
+
+    def values(self, buffer: Tensor) -> Tensor:
+        """A buffer of our own, in the tensors' type."""
+        return buffer if buffer.dtype == self._dtype else buffer.view(self._dtype)
 
 
 def _divided(sizes: Sequence[int], total: int, rows: int) -> list[int] | None:
