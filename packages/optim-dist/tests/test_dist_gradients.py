@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch._dynamo.compiled_autograd
 from dist_cases import Scenarios, device_of, mesh_of, normal
-from dist_loops import Net, assert_same, batch, build, values
+from dist_loops import Net, assert_same, batch, build, make, values
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -191,6 +191,29 @@ def gradients_that_were_given_other_memory_are_what_counts(rank, world_size):
             optimizer.zero_grad(set_to_none=False)
         found.append(values(net))
     assert_same(*found)
+
+
+@scenario(2)
+def gradients_that_an_earlier_hook_takes_are_missing(rank, world_size):
+    """As where another optimizer steps some parameters inside of backward."""
+    found = []
+    for options in ({}, {"accumulation_steps": 1}, {"accumulation_steps": 1, "gradients": "streamed"}):
+        net = Net(device_of(rank))
+        initial = values(net)
+        for parameter in net.layers[1].parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        if rank:  # on one rank alone
+            net.layers[2].bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        optimizer = make(net, reducer="exact", bucket_mb=1e-4, **options)
+        for step in range(3):
+            net(batch(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(values(net))
+        moved = [not torch.equal(before, after) for before, after in zip(initial, values(net), strict=True)]
+        assert moved == [True] * 2 + [False] * 2 + [True] * 4
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])
 
 
 @scenario(2)

@@ -212,10 +212,11 @@ class BackwardReduction:
 
     def _hook(self, bucket: Bucket, member: ResidentMember) -> Callable[[Tensor], None]:
         def gradient_arrived(_: Tensor) -> None:
+            gradient = member.parameter.grad
+            if gradient is None:
+                return  # an earlier hook has taken it, as where another optimizer steps inside of backward
             if self._follows_dropped_step(member):
                 self.drop()
-            gradient = member.parameter.grad
-            assert gradient is not None, "hooks run behind the accumulation"
             member.arrived, self._latest = True, (member, weakref.ref(gradient))
             is_counted = self.knows_last_pass and not self.paused
             if is_counted:
