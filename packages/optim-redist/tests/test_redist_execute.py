@@ -43,7 +43,7 @@ from optim_redist import (
 )
 from optim_redist._running import collectives, rank_program
 from optim_redist._running.collectives import Team
-from optim_redist._running.native import NativeReduction
+from optim_redist._running.native import NativeGather, NativeReduction
 from optim_redist._running.one_call import Exchange
 from optim_redist._running.stage_program import stage_programs
 from optim_redist._running.views import rows_of
@@ -832,6 +832,29 @@ def test_messages_with_buffers_of_their_own() -> None:
                 assert torch.equal(target, part_of(full, case.dst, rank)), (seed, to_itself, at_once)
     assert calls["no"] == 0
     assert calls["flat"] == calls["lists"] > 100
+
+
+class _Gathered:
+    """In place of a team: what it is asked to gather."""
+
+    members = (0, 1)
+
+    def all_gather(self, target: torch.Tensor, part: torch.Tensor, *, async_op: bool) -> Any:
+        assert part.is_contiguous()
+        assert target.is_contiguous()
+        return target, part
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.complex64, torch.float8_e4m3fn, torch.float32], ids=str)
+@pytest.mark.parametrize("dims", [1, 2])
+def test_a_part_of_one_element_is_gathered_whatever_its_strides(dtype: torch.dtype, dims: int) -> None:
+    # such a part is contiguous
+    part = _numbered((4,) * dims, dtype)[(slice(1, None, 3),) * dims]
+    target = torch.zeros(2, *(1,) * (dims - 1), dtype=dtype)
+    (room, sent), _ = cast(Any, NativeGather().start(part, target, cast(Team, _Gathered()), async_op=False))
+    assert sent.dtype == room.dtype
+    room.view(-1).copy_(sent.reshape(-1).repeat(2))
+    assert target.flatten().tolist() == [part.item()] * 2
 
 
 def test_large_messages_begin_at_multiples_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

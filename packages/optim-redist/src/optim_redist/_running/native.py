@@ -32,7 +32,7 @@ from optim_redist._running.collectives import Team, Waitable
 from optim_redist._running.copies import Copies
 from optim_redist._running.one_buffer import CARRIED, Outgoing
 from optim_redist._running.rank_program import LOCAL, Message
-from optim_redist._running.views import FLAT, Rows
+from optim_redist._running.views import FLAT, Rows, flat_bytes
 from optim_redist.index_sets import aligned_runs
 from optim_redist.problem import Problem
 
@@ -136,7 +136,7 @@ class NativeGather:
         """Start the collective into a contiguous target; returns its work, and what finishes it."""
         part, room = x.contiguous(), target
         if x.dtype not in CARRIED:
-            part, room = part.view(-1).view(torch.uint8), target.view(-1).view(torch.uint8)
+            part, room = flat_bytes(part), flat_bytes(target)
         elif part.dim() != 1 and len(team.members) * part.shape[0] != target.shape[0]:
             part, room = part.view(-1), target.view(-1)
         return team.all_gather(room, part, async_op=async_op), partial(_keep, part)

@@ -117,6 +117,12 @@ def extent(tensor: Tensor) -> tuple[int, int] | None:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor."""
+    # not view(-1), which keeps the stride of a tensor of one element: torch views that as bytes only if it is 1
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def bits_type(dtype: torch.dtype) -> torch.dtype:
     """The integer type of the same width; the type itself if there is none."""
     return _BITS.get(dtype.itemsize, dtype)
