@@ -160,7 +160,7 @@ def test_plans_of_every_type_are_executed(capsys, tmp_path, dtype):
 def test_plans_that_were_not_executed_are_named(capsys, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(run(capsys, "plan", "--shape", "8", "--mesh", "4", "--src", "Partial(sum)", "--dst", "R", "--json"))
-    assert "not executed: 1, with pending" in run(capsys, "verify", str(path), "--execute", "simulate")
+    assert "not executed: 1, wrong, with pending" in run(capsys, "verify", str(path), "--execute", "simulate")
 
 
 @pytest.mark.slow
@@ -199,6 +199,15 @@ def test_verify_finds_what_is_wrong(capsys, tmp_path):
     path.write_text(json.dumps(wrong))
     assert main(["verify", str(path)]) == 1
     assert "another layout than its target" in capsys.readouterr().out
+    # what is wrong is not run: there, copies would read what the source has not
+    wrong = made.to_json()
+    wrong["stages"][0]["src"] = parse_layout("[-,-]", "4").to_json()
+    path.write_text(json.dumps(wrong))
+    for how in ("simulate", "gloo:4"):
+        assert main(["verify", str(path), "--execute", how]) == 1
+        shown = capsys.readouterr().out
+        assert "another layout than its source" in shown
+        assert "0 redistributions proven, 0 executed, 1 wrong\nnot executed: 1, wrong" in shown
     path.write_text("{}")
     assert main(["verify", str(path)]) == 2
 

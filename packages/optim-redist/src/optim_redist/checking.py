@@ -65,25 +65,27 @@ def _tasks_of(path: Path, data: dict[str, Any]) -> list[Task]:
 def check_file(path: Path, execute: str | None = None, limit: int | None = None) -> list[dict[str, Any]]:
     """One result for every redistribution: name, planner, bound, ratio, executed, and the problem or None.
 
+    What is wrong is not run: its messages may have no receiver, and its copies no room.
+
     Args:
         execute: None, "simulate" for all ranks in this process, or "gloo:8" for eight real ranks, which run the
             redistributions that fit on them.
     """
     tasks = read_tasks(path)[:limit]
     results = [_prove(task) for task in progress(tasks, "verify")]
+    proven = [task for task, result in zip(tasks, results) if result["problem"] is None]
+    outcomes: Sequence[str | None] = []
     if execute == "simulate":
-        outcomes = [_simulated(task) for task in progress(tasks, "simulate")]
+        outcomes = [_simulated(task) for task in progress(proven, "simulate")]
     elif execute is not None:
         backend, _, count = execute.partition(":")
         if backend != "gloo" or not count.isdecimal() or not int(count):
             raise RedistError(f"--execute is simulate or gloo:8, got {execute!r}")
-        outcomes = _on_ranks(tasks, int(count))
-    else:
-        outcomes = [None] * len(tasks)
-    for result, outcome in zip(results, outcomes):
+        outcomes = _on_ranks(proven, int(count))
+    for result, outcome in zip([result for result in results if result["problem"] is None], outcomes):
         if outcome is not None:
             result["executed"] = True
-            result["problem"] = result["problem"] or (outcome or None)
+            result["problem"] = outcome or None
     return results
 
 

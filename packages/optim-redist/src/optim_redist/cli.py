@@ -285,7 +285,8 @@ def _verify(options: argparse.Namespace) -> int:
         proven = len(results) - len(failed)
         print(f"{proven} redistributions proven, {executed} executed, {len(failed)} wrong")
         if options.execute and executed < len(results):
-            print(f"not executed: {len(results) - executed}, with pending reductions or on more ranks than there are")
+            number = len(results) - executed
+            print(f"not executed: {number}, wrong, with pending reductions or on more ranks than there are")
     return 1 if failed else 0
 
 
