@@ -1,0 +1,240 @@
+"""What no optimizer is built over, and which parameters no step takes: an error on every rank, with what to do.
+
+All scenarios of a backend run in one launch of ranks, each with its own optimizer; a test looks at what its scenario
+raised.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_cases import Scenarios, device_of, mesh_of
+from dist_loops import Net, assert_same, batch, build
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from optim_dist import Options, TritonDistAdamW, TritonDistMuon
+from optim_dist._optimizers import before_building, construction
+
+scenario = Scenarios()
+
+
+@scenario(2)
+def parameters_are_those_of_the_first_rank(rank, world_size):
+    parameter = nn.Parameter(torch.full((5,), float(rank), device=device_of(rank)))
+    with pytest.raises(RuntimeError, match="parameters differ from rank 0"):
+        TritonDistAdamW([("w", parameter)], sync_params="check")
+    TritonDistAdamW([("w", parameter)])
+    assert torch.equal(parameter, torch.zeros_like(parameter))
+
+
+@scenario(2)
+def unequal_parameter_lists_are_refused_on_every_rank(rank, world_size):
+    shapes = [(3,), (4,) if rank == 0 else (5,), (6,)]
+    named = [(f"w{i}", nn.Parameter(torch.ones(shape, device=device_of(rank)))) for i, shape in enumerate(shapes)]
+    with pytest.raises(RuntimeError, match=r"number 1: rank 0 has w1 \(4,\).*rank 1 has w1 \(5,\)"):
+        TritonDistAdamW(named)
+
+
+@scenario(2)
+def unequal_options_are_refused_on_every_rank(rank, world_size):
+    parameter = nn.Parameter(torch.ones(3, device=device_of(rank)))
+    for name, first, second in (
+        ("average", True, False),
+        ("reducer", "rs", "exact"),
+        ("reduce_dtype", None, torch.bfloat16),
+        ("bucket_mb", 1.0, 2.0),
+    ):
+        with pytest.raises(RuntimeError, match=f"{name} is {first} on rank 0, {second} on rank 1"):
+            TritonDistAdamW([parameter], **{name: second if rank else first})
+
+
+@scenario(3)
+def ranks_of_a_part_of_the_world_are_named_as_the_world_does(rank, world_size):
+    """As errors that a rank has alone name them, and torchrun's logs."""
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return
+    first, second = (nn.Parameter(torch.full((n,), float(rank), device=device_of(rank))) for n in (3, rank))
+    for given, options, refused in (
+        (first, {"average": rank == 1}, "average is True on rank 1, False on rank 2"),
+        (first, {"lr": 0.1 * rank}, r"lr of group 0 is 0\.1 on rank 1, 0\.2 on rank 2"),
+        (second, {}, r"rank 1 has w \(1,\).*rank 2 has w \(2,\)"),
+        (first, {"sync_params": "check"}, r"differ from rank 1's: w \(rank 2\)"),
+    ):
+        with pytest.raises(RuntimeError, match=refused):
+            TritonDistAdamW([("w", given)], process_group=group, **options)
+
+
+@scenario(2)
+def unequal_hyperparameters_are_refused_on_every_rank(rank, world_size):
+    parameter = nn.Parameter(torch.ones(3, device=device_of(rank)))
+    for name, first, second in (
+        ("lr", 0.1, 0.2),
+        ("lr", torch.tensor(0.5), torch.tensor(0.25)),
+        ("betas", (0.9, 0.99), (0.9, 0.95)),
+        ("betas", [0.9, 0.99], [0.9, 0.95]),
+        ("amsgrad", True, False),
+    ):
+        with pytest.raises(RuntimeError, match=f"different options: {name} of group 0 is .* on rank 0, .* on rank 1"):
+            TritonDistAdamW([parameter], **{name: second if rank else first})
+    optimizer = TritonDistAdamW([parameter])
+    with pytest.raises(RuntimeError, match=r"weight_decay of group 1 is 0\.0 on rank 0, 1\.0 on rank 1"):
+        optimizer.add_param_group(
+            {"params": [nn.Parameter(torch.ones(2, device=device_of(rank)))], "weight_decay": float(rank)}
+        )
+    # what is no plain value looks different on every rank
+    TritonDistAdamW([{"params": [parameter], "notes": [object()], "more": (object(),)}]).close()
+    with pytest.raises(RuntimeError, match="note of group 1 is not given on rank 0, x on rank 1"):
+        optimizer.add_param_group(
+            {"params": [nn.Parameter(torch.ones(2, device=device_of(rank)))], **({"note": "x"} if rank else {})}
+        )
+    assert len(optimizer.param_groups) == 1
+
+
+@scenario(2)
+def parameters_of_fsdp1_are_refused(rank, world_size):
+    device = device_of(rank)
+    for use_orig_params in (False, True):
+        linear = nn.Linear(8, 8, bias=False).to(device)
+        model = FullyShardedDataParallel(linear, use_orig_params=use_orig_params, device_id=device)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with pytest.raises(ValueError, match=r"0\.0: a parameter of FullyShardedDataParallel.*use fully_shard"):
+            TritonDistAdamW(model.parameters())
+        assert_same(list(model.parameters()), before)
+
+
+@scenario(2)
+def what_has_no_place_in_a_bucket_is_refused(rank, world_size):
+    device = device_of(rank)
+    one = nn.Parameter(torch.ones(4, 4, device=device))
+    overlapping = nn.Parameter(one.data[1:])
+    expanded = nn.Parameter(torch.ones(1, device=device).expand(3))
+    complex_valued = nn.Parameter(torch.ones(2, dtype=torch.complex64, device=device))
+    with pytest.raises(ValueError, match="overlap in memory"):
+        TritonDistAdamW([("a", one), ("b", overlapping)])
+    with pytest.raises(ValueError, match="a: two parameters have this name"):
+        TritonDistAdamW([{"params": [("a", nn.Parameter(one.detach().clone()))]}, {"params": [("a", one)]}])
+    with pytest.raises(ValueError, match="leave gaps or overlap"):
+        TritonDistAdamW([("a", expanded)])
+    with pytest.raises(ValueError, match="only dense real"):
+        TritonDistAdamW([("a", complex_valued)])
+    with pytest.raises(ValueError, match="give it to AdamW"):
+        TritonDistMuon([("bias", nn.Parameter(torch.ones(3, device=device)))])
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2).to(device))
+    with pytest.raises(ValueError, match="reduced twice"):
+        TritonDistAdamW(wrapped.parameters(), model=wrapped)
+
+
+@scenario(2)
+def meshes_that_do_not_say_which_ranks_share_are_refused(rank, world_size):
+    parameter, mesh = nn.Parameter(torch.ones(3, device=device_of(rank))), mesh_of(2)
+    with pytest.raises(ValueError, match="give mesh or process_group, not both"):
+        TritonDistAdamW([parameter], mesh=mesh, process_group=mesh.get_group())
+    with pytest.raises(ValueError, match=r"one dimension, or two \(replicate, shard\), got 3; pass mesh\['dp'\]"):
+        TritonDistAdamW([parameter], mesh=mesh_of(1, 1, 2))
+    TritonDistAdamW([parameter], mesh=mesh)
+
+
+@scenario(2)
+def parameters_where_the_group_has_no_collectives_are_refused(rank, world_size):
+    there = nn.Parameter(torch.ones(3, device=device_of(rank)))
+    nowhere = nn.Parameter(torch.ones(3, device="meta"))
+    advice = r"move the model to (cpu|cuda), by to_empty\(\), and give it numbers before"
+    with pytest.raises(ValueError, match=f"no collectives for parameters on meta; {advice}"):
+        TritonDistAdamW([nowhere])
+    with pytest.raises((ValueError, RuntimeError), match="no collectives for parameters on meta"):
+        TritonDistAdamW([nowhere if rank else there])
+    # of a mesh the dimension that has several ranks is asked
+    with pytest.raises(ValueError, match="no collectives for parameters on meta; move the model to c"):
+        TritonDistAdamW([nowhere], mesh=mesh_of(1, 2))
+    # behind one that the group has collectives for
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(construction, "device_types", lambda group: ["tpu"])
+        with pytest.raises(ValueError, match=f"b: on {there.device}, for which the process group has no collectives"):
+            TritonDistAdamW([("b", there)])
+    with pytest.raises(ValueError, match="1: on meta, and what gives it numbers makes another parameter of it"):
+        TritonDistAdamW([there, nowhere])
+    # without a parameter from whose device one could tell
+    with pytest.raises(ValueError, match="empty parameter list"):
+        TritonDistAdamW(iter(()))
+
+
+@scenario(2)
+def ranks_with_parameters_on_other_devices_are_refused(rank, world_size):
+    """As where one has not moved its model, and the group has collectives for both: they meet all the same."""
+    there, nowhere = (nn.Parameter(torch.ones(3, device=device)) for device in (device_of(rank), "meta"))
+    kind = there.device.type
+    for its, on_one in (([nowhere], "meta"), ([{"params": []}], "not given")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(before_building, "device_types", lambda group: [kind, "meta"])
+            refused = f"different options: the device of parameters is {kind} on rank 0, {on_one} on rank 1"
+            with pytest.raises(RuntimeError, match=refused):
+                TritonDistAdamW(its if rank else [there])
+
+
+def test_parameters_without_numbers_are_refused_on_one_rank_too():
+    with pytest.raises(ValueError, match="weight: on meta, and what gives it numbers makes another parameter of it"):
+        TritonDistAdamW(nn.Linear(2, 2, device="meta").named_parameters())
+
+
+@pytest.mark.parametrize(("device", "world_size", "options", "fault"), [
+    ("cuda:0", 2, {}, ""),
+    ("cuda:1", 2, {}, "where others are on cuda:0; move them to one device"),
+    ("cuda:1", 2, {"transport": "symm"}, "where others are on cuda:0; transport='symm'"),
+    ("cpu", 2, {}, ""),
+    ("cpu", 2, {"transport": "symm"}, "where others are on cuda:0; transport='symm'"),
+    ("cuda:1", 1, {"transport": "symm"}, ""),
+], ids=str)  # fmt: skip
+def test_what_a_bucket_would_take_to_another_device_is_refused(device, world_size, options, fault):
+    parameter = SimpleNamespace(device=torch.device(device), is_meta=False)
+    ranks = SimpleNamespace(device=torch.device("cuda:0"), world_size=world_size)
+    said = construction._device_fault(parameter, ranks, Options(**options), [["cpu", "cuda"]])
+    assert said.startswith(fault)
+    assert bool(said) == bool(fault)
+
+
+@scenario(2)
+def parameters_on_several_gpus_of_one_rank_are_refused(rank, world_size):
+    if not torch.cuda.is_available():
+        return
+    parameters = [nn.Parameter(torch.ones(3, device=f"cuda:{number}")) for number in (rank, 1 - rank)]
+    with pytest.raises(ValueError, match=r"0\.1: on cuda:1, where others are on cuda:0; move them to one device"):
+        TritonDistAdamW(parameters)
+    optimizer = TritonDistAdamW(parameters[:1])
+    with pytest.raises(ValueError, match=r"1\.0: on cuda:1, where others are on cuda:0; move them to one device"):
+        optimizer.add_param_group({"params": parameters[1:]})
+
+
+@scenario(2)
+def who_is_not_in_the_group_is_told_so(rank, world_size):
+    group = dist.new_group([0])
+    if rank:
+        with pytest.raises(ValueError, match="this rank is not a member of the optimizer's process group"):
+            TritonDistAdamW([nn.Parameter(torch.ones(3, device=device_of(rank)))], process_group=group)
+
+
+@scenario(2)
+def a_parameter_that_left_its_bucket_is_refused(rank, world_size):
+    net, optimizer = build(rank)
+    net.layers[1].weight.data = net.layers[1].weight.data.clone()
+    net(batch(rank, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"layers\.1\.weight is no longer a view of its bucket"):
+        optimizer.step()
+
+
+@scenario(2)
+def thawed_parameters_are_refused(rank, world_size):
+    net = Net(device_of(rank))
+    net.layers[2].requires_grad_(False)
+    optimizer = TritonDistAdamW(net.named_parameters())
+    net.layers[2].requires_grad_(True)
+    net(batch(rank, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"layers\.2\.weight of .* did not need one when.*call rebuild_plan"):
+        optimizer.step()
+
+
+@scenario.parametrize()
+def test_refusals(backend, world_size, name):
+    scenario.check(backend, world_size, name)
