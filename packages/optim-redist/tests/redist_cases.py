@@ -168,6 +168,17 @@ def contributions_of(layout: Layout, rank: int) -> int:
     return layout.linear(layout.mesh.coordinates[rank], [axis for axis, _ in layout.partial])
 
 
+def random_parts(layout: Layout, shape: Sequence[int], *, seed: int = 0, most: int = 99) -> dict[int, Any]:
+    """Every rank's part of random whole numbers in fp32, other ones for each contribution: sums of them are exact."""
+    import torch
+
+    parts = {}
+    for rank in layout.mesh.ranks:
+        generator = torch.Generator().manual_seed(seed + contributions_of(layout, rank))
+        parts[rank] = part_of(torch.randint(-most, most, tuple(shape), generator=generator).float(), layout, rank)
+    return parts
+
+
 def combined(layout: Layout, shape: Sequence[int], locals: dict[int, Any]) -> Any:
     """The full tensor that local contributions of a partial layout stand for, computed in one process.
 

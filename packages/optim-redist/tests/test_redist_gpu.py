@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from redist_cases import combined, contributions_of, part_of, random_case
+from redist_cases import combined, part_of, random_case, random_parts
 from test_redist_compiled import gradients_of_compiled, in_graphs, in_one_graph, move_compiled
 
 from optim_redist import (
@@ -67,10 +67,7 @@ def _reductions(rank: int, world: int) -> None:
         shape, src, dst = random_case(seed, "P", meshes)
         if src.mesh.num_ranks != world:
             continue
-        generator = torch.Generator().manual_seed(seed)
-        count = prod(src.mesh.sizes[axis] for axis, _ in src.partial)
-        full = [torch.randint(-99, 99, shape, generator=generator).float() for _ in range(count)]
-        locals = {r: part_of(full[contributions_of(src, r)], src, r) for r in src.mesh.ranks}
+        locals = random_parts(src, shape, seed=seed)
         found = redistribute_local(locals[rank].cuda(), shape, src, dst)
         simulated = simulate(plan(shape, torch.float32, src, dst), locals)
         assert torch.equal(found.cpu(), simulated[rank])
@@ -90,11 +87,7 @@ def _plans_of_every_kind(rank: int, world: int, device: str, num_cases: int) -> 
         if max(ranks) >= world or rank not in ranks:
             continue
         draw = Random(seed)
-        full = [
-            torch.randint(-99, 99, shape, generator=torch.Generator().manual_seed(seed + k)).float()
-            for k in range(prod(src.mesh.sizes[axis] for axis, _ in src.partial))
-        ]
-        locals = {r: part_of(full[contributions_of(src, r)], src, r) for r in src.mesh.ranks}
+        locals = random_parts(src, shape, seed=seed)
         for planner in PLANNERS:
             options: dict[str, Any] = {"planners": [planner], "topology": Topology.nodes(draw.choice([1, 2]))}
             try:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from redist_cases import combined, contributions_of, part_of, random_case
+from redist_cases import combined, contributions_of, part_of, random_case, random_parts
 from redist_memory import Live, NoWire
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -55,10 +55,7 @@ def _random_task(seed: int) -> tuple[tuple[int, ...], Layout, Layout]:
 
 def _sources(shape: tuple[int, ...], src: Layout) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
     """Every rank's part, of whole numbers, and what the parts stand for."""
-    parts = {}
-    for rank in src.mesh.ranks:
-        generator = torch.Generator().manual_seed(contributions_of(src, rank))
-        parts[rank] = part_of(torch.randint(-9, 9, shape, generator=generator).float(), src, rank)
+    parts = random_parts(src, shape, most=9)
     return parts, combined(src, shape, parts)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from redist_cases import combined, contributions_of, part_of, random_case
+from redist_cases import combined, part_of, random_case, random_parts
 
 from optim_redist import (
     CommModel,
@@ -28,17 +28,8 @@ SHAPE = (64, 32)
 N = 64 * 32
 
 
-def _contributions(layout: Layout, shape: tuple[int, ...]) -> dict[int, torch.Tensor]:
-    """What every rank contributes: small whole numbers, so that sums are exact in any order."""
-    found = {}
-    for rank in layout.mesh.ranks:
-        generator = torch.Generator().manual_seed(contributions_of(layout, rank))
-        found[rank] = part_of(torch.randint(-9, 9, shape, generator=generator).float(), layout, rank)
-    return found
-
-
 def _check_values(made: Plan) -> None:
-    parts = _contributions(made.src, made.shape)
+    parts = random_parts(made.src, made.shape, most=9)
     wanted = combined(made.src, made.shape, parts)
     got = simulate(made, parts)
     for rank in made.dst.mesh.ranks:
@@ -182,7 +173,7 @@ def _on_ranks(rank: int, world_size: int) -> list[str]:
         ):
             src, dst = Layout(mesh, [None, None], partial), Layout(mesh, dims)
             made = plan((10, 6), "float32", src, dst, topology=Topology.nodes(2), planners=["hierarchical"])
-            parts = _contributions(src, (10, 6))
+            parts = random_parts(src, (10, 6), most=9)
             wanted = part_of(combined(src, (10, 6), parts), dst, rank)
             program = compile(made)
             if not all(torch.equal(program(parts[rank]), wanted) for _ in range(2)):
