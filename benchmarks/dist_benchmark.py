@@ -35,10 +35,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.arguments import count
+from benchmarks.dist_optimizers import ADAMW, our_optimizer, torch_optimizers
 from benchmarks.model_lists import Shape, gpt2, model_shapes, nanochat, num_elements
 from benchmarks.ranks import agreed, end_ranks, start_ranks, synchronize
 from benchmarks.report import Report
-from optim_dist import TritonDistAdamW, TritonDistMuonAdamW
+from optim_dist import TritonDistAdamW
 
 MODELS: dict[str, list[Shape]] = {
     "tiny": model_shapes("tiny"),
@@ -47,8 +48,6 @@ MODELS: dict[str, list[Shape]] = {
     "d32": nanochat(32, 2048),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.0, "variant": "torch"}
 
 
 class _Give(torch.autograd.Function):
@@ -116,7 +115,7 @@ class Row:
 def ours(job: Job, *, in_place: bool, **options: Any) -> Row:
     bag = job.bag()
     parameters = list(bag.parameters())
-    optimizer = _our_optimizer(job, parameters, model=bag, **options)
+    optimizer = our_optimizer(*job.divided(parameters), model=bag, **options)
     communicator = optimizer.communicator
 
     @torch.no_grad()
@@ -143,7 +142,7 @@ def streamed(job: Job) -> Row:
     """Reduced from rolling buffers while gradients come, none of which is kept."""
     bag = job.bag()
     parameters = list(bag.parameters())
-    optimizer = _our_optimizer(job, parameters, model=bag, gradients="streamed", accumulation_steps=1)
+    optimizer = our_optimizer(*job.divided(parameters), model=bag, gradients="streamed", accumulation_steps=1)
 
     def step() -> None:
         bag(job.gradients).backward()
@@ -154,23 +153,6 @@ def streamed(job: Job) -> Row:
         return [parameter.detach() for parameter in parameters]
 
     return Row(values, step, close=optimizer.close, bytes_sent=lambda: optimizer.communicator.bytes_sent)
-
-
-def _our_optimizer(job: Job, parameters: list[Any], **options: Any) -> Any:
-    if job.mode == "adamw":
-        return TritonDistAdamW(parameters, **ADAMW, **options)
-    matrices, others = job.divided(parameters)
-    groups = [{"kind": "muon", "params": matrices, **MUON}, {"kind": "adamw", "params": others, **ADAMW}]
-    return TritonDistMuonAdamW(groups, **options)
-
-
-def _torch_optimizers(job: Job, parameters: list[Any]) -> list[torch.optim.Optimizer]:
-    fused = job.device.type == "cuda"
-    matrices, others = job.divided(parameters)
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, **ADAMW, fused=fused)]
-    if matrices:
-        optimizers.append(torch.optim.Muon(matrices, lr=MUON["lr"], weight_decay=MUON["weight_decay"]))
-    return optimizers
 
 
 def ddp(job: Job, *, zero: bool = False) -> Row:
@@ -184,7 +166,7 @@ def ddp(job: Job, *, zero: bool = False) -> Row:
             ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, parameters_as_bucket_view=True, **ADAMW, fused=fused)
         ]
     else:
-        optimizers = _torch_optimizers(job, parameters)
+        optimizers = torch_optimizers(*job.divided(parameters))
 
     def before() -> None:
         wrapped.zero_grad(set_to_none=False)
@@ -203,7 +185,7 @@ def fsdp2(job: Job, *, is_ours: bool = False) -> Row:
     bag = job.bag()
     fully_shard(bag, mesh=mesh, reshard_after_forward=False)
     parameters = list(bag.parameters())
-    optimizers = [_our_optimizer(job, parameters)] if is_ours else _torch_optimizers(job, parameters)
+    optimizers = [our_optimizer(*job.divided(parameters))] if is_ours else torch_optimizers(*job.divided(parameters))
 
     def step() -> None:
         bag(job.gradients).backward()

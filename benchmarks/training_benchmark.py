@@ -32,11 +32,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.arguments import count
-from benchmarks.dist_benchmark import ADAMW, DTYPES, MUON
+from benchmarks.dist_benchmark import DTYPES
+from benchmarks.dist_optimizers import our_optimizer, torch_optimizers
 from benchmarks.gpt.model import GPT, MODELS, next_byte_loss
 from benchmarks.ranks import agreed, end_ranks, start_ranks, synchronize
 from benchmarks.report import Report
-from optim_dist import TritonDistAdamW, TritonDistMuonAdamW
 
 CHECKED_STEPS = 5
 # of how far the loss falls, relative: the ways round differently, and torch's Muon iterates in bf16
@@ -125,14 +125,14 @@ def compute_alone(setting: Setting) -> Way:
 def ours(setting: Setting, **options: Any) -> Way:
     """Reduced in the step unless the options say otherwise, gathered under the next forward pass."""
     net = setting.net()
-    optimizer = _our_optimizer(setting, net, model=net, **options)
+    optimizer = our_optimizer(*setting.sides(net), model=net, **options)
     return Way(net, [optimizer], optimizer.close, optimizer.communicator.bytes_shared)
 
 
 def ddp(setting: Setting) -> Way:
     """All-reduces under backward, and every rank updates everything."""
     net = setting.net()
-    return Way(DistributedDataParallel(net, gradient_as_bucket_view=True), _torch_optimizers(setting, net))
+    return Way(DistributedDataParallel(net, gradient_as_bucket_view=True), torch_optimizers(*setting.sides(net)))
 
 
 def fsdp2(setting: Setting, *, is_ours: bool = False) -> Way:
@@ -142,7 +142,7 @@ def fsdp2(setting: Setting, *, is_ours: bool = False) -> Way:
     for block in net.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(net, mesh=mesh)
-    return Way(net, [_our_optimizer(setting, net)] if is_ours else _torch_optimizers(setting, net))
+    return Way(net, [our_optimizer(*setting.sides(net))] if is_ours else torch_optimizers(*setting.sides(net)))
 
 
 COMPUTE, REFERENCE = "compute alone", "DDP + torch"
@@ -165,23 +165,6 @@ def ways_for(mode: str) -> list[str]:
     """torch's Muon takes FSDP2's shards for matrices; only GPUs have memory that others reach."""
     names = [name for name in WAYS if (mode, name) != ("muon", "FSDP2 + torch")]
     return names if torch.cuda.is_available() else [name for name in names if "symm" not in name]
-
-
-def _our_optimizer(setting: Setting, net: nn.Module, **options: Any) -> Any:
-    matrices, others = setting.sides(net)
-    if not matrices:
-        return TritonDistAdamW(others, **ADAMW, **options)
-    groups = [{"kind": "muon", "params": matrices, **MUON}, {"kind": "adamw", "params": others, **ADAMW}]
-    return TritonDistMuonAdamW(groups, **options)
-
-
-def _torch_optimizers(setting: Setting, net: nn.Module) -> list[torch.optim.Optimizer]:
-    matrices, others = setting.sides(net)
-    fused = setting.device.type == "cuda"
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, **ADAMW, fused=fused)]
-    if matrices:
-        optimizers.append(torch.optim.Muon(matrices, lr=MUON["lr"], weight_decay=MUON["weight_decay"]))
-    return optimizers
 
 
 def timed(way: Way, setting: Setting, runs: int, steps: int) -> tuple[list[float], list[float]]:
