@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,10 +106,9 @@ def measure(
         for mesh_sizes, moves in meshes:
             mesh = init_device_mesh(device.type, mesh_sizes)
             tasks += [(size, mesh, *move) for move in moves]
-    rows = []
-    for size, mesh, src, dst in progress(tasks, "bench") if dist.get_rank() == 0 else tasks:
-        rows.append(_measure_row(matrix_shape(size), mesh, src, dst, device, against, repeats, cost_model))
-    return rows
+    row_of = partial(_measure_row, device=device, against=against, repeats=repeats, cost_model=cost_model)
+    shown = progress(tasks, "bench") if dist.get_rank() == 0 else tasks
+    return [row_of(matrix_shape(size), mesh, src, dst) for size, mesh, src, dst in shown]
 
 
 def _measure_row(
@@ -116,6 +116,7 @@ def _measure_row(
     mesh: DeviceMesh,
     src_text: str,
     dst_text: str,
+    *,
     device: torch.device,
     against: str,
     repeats: int,
@@ -136,9 +137,19 @@ def _measure_row(
         if against == "dtensor":
             theirs_ms, theirs_peak = _median_ms(theirs_call, device, repeats)
         raw_ms = _raw_ms(bound, device, repeats)
-    name = "×".join(map(str, grid.sizes))
     return Row(
-        name, src_text, dst_text, shape, bound, made.planner, ours_ms, theirs_ms, raw_ms, ours_peak, theirs_peak, same
+        mesh="×".join(map(str, grid.sizes)),
+        src=src_text,
+        dst=dst_text,
+        shape=shape,
+        bound=bound,
+        planner=made.planner,
+        ours_ms=ours_ms,
+        dtensor_ms=theirs_ms,
+        raw_ms=raw_ms,
+        ours_peak=ours_peak,
+        dtensor_peak=theirs_peak,
+        same=same,
     )
 
 

@@ -78,7 +78,9 @@ def cheapest_moves(
     codes = Codes(sizes, start, target)
     estimate = Estimate(shape, codes, prices, memory_limit, target_size)
     if start_size <= memory_limit:
-        straight = StraightPath(shape, target, codes, prices, estimate, memory_limit, wanted, max_depth)
+        straight = StraightPath(
+            shape, target, codes, prices, estimate, memory_limit=memory_limit, wanted=wanted, max_depth=max_depth
+        )
         moves = straight.find(start, start_size)
         if moves:
             return moves

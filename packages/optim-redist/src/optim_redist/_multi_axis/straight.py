@@ -68,6 +68,7 @@ class StraightPath:
         codes: Codes,
         prices: Prices,
         estimate: Estimate,
+        *,
         memory_limit: float,
         wanted: Callable[[State], bool] | None,
         max_depth: int | None,
