@@ -2,7 +2,7 @@
 
 What is where:
 
-    contents codes rows common                what is in the files
+    contents rest codes rows common           what is in the files
     manifest digesting                        what a checkpoint says about itself, and digests of its files
     saving writing staging background removal from every rank's snapshot to a folder, also while training goes on
     surveying sites sending                   which ranks have which files

@@ -1,28 +1,26 @@
-"""Which parts of an optimizer and a model go into a checkpoint's files, and how they come back."""
+"""Which parts of an optimizer go into a checkpoint's files, and how they come back."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from optim_dist._checkpoint.codes import in_files, join_codes, whole_shape
 from optim_dist._checkpoint.common import without_numpy_scalars
-from optim_dist._checkpoint.manifest import Manifest, SavedParameter, SavedState
+from optim_dist._checkpoint.manifest import SavedParameter, SavedState
 from optim_dist._checkpoint.reshard import VALUE
 from optim_dist._checkpoint.rows import Part, row_pieces, to_rows
 from optim_dist._checkpoint.staging import ToHost, on_host
-from optim_dist._optimizers.construction import layout_of, local
+from optim_dist._optimizers.construction import local
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard
 from optim_dist._optimizers.states import dense_stride, in_memory_order, stamped
-from optim_dist._optimizers.whole_state import cut_like, on_one_rank
 from optim_dist.plan import ParameterSpec, Piece, dtype_name
 from optim_dist.planning import contiguous_stride
 from optim_kernels.adamw_groups import ELEMENTWISE_KEYS
@@ -30,7 +28,6 @@ from optim_kernels.muon_groups import make_groups_plain
 from optim_redist import Layout
 
 SCALARS = ("step",)
-EXTRA_STATE = "_extra_state"  # torch's name for what a module's ``get_extra_state`` gives, of any type and shape
 
 
 def named_specs(optimizer: LiveOptimizer, model: nn.Module | None) -> list[ParameterSpec]:
@@ -157,68 +154,6 @@ def load_groups(optimizer: LiveOptimizer, saved: list[dict[str, Any]]) -> None:
     """Take over saved hyperparameters; the state is empty afterwards."""
     stamp = stamped({}, optimizer.plan, optimizer.communicator.rank)
     optimizer.load_state_dict({"state": {}, "param_groups": saved, **stamp})
-
-
-def rest_of_model(model: nn.Module | None, optimizer: LiveOptimizer) -> dict[str, Any]:
-    """The model's state that the optimizer does not own: buffers and frozen parameters.
-
-    To be called before parameters' names are read: after an evaluation FSDP2 leaves whole parameters in the model, and
-    ``state_dict()`` puts the cut ones back.
-    """
-    if model is None:
-        return {}
-    state = model.state_dict()
-    trained = optimizer.trained_ids()
-    names = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in trained}
-    return {name: value for name, value in state.items() if name not in names}
-
-
-def whole_rest(rest: Mapping[str, Any], optimizer: LiveOptimizer) -> dict[str, Any]:
-    """``rest`` with DTensors whole on the first rank's CPU, one after another; None elsewhere. Collective."""
-    return {
-        name: on_one_rank(value, layout_of(value), optimizer.communicator) if isinstance(value, DTensor) else value
-        for name, value in rest.items()
-    }
-
-
-def load_rest(model: nn.Module | None, mine: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Load the saved rest of the model."""
-    if model is not None:
-        cut = {name: cut_like(saved[name], value) for name, value in mine.items() if isinstance(value, DTensor)}
-        model.load_state_dict({**saved, **cut}, strict=False)
-
-
-def differently_frozen(
-    manifest: Manifest, specs: Sequence[ParameterSpec], saved_rest: Mapping[str, Any], rest: Mapping[str, Any]
-) -> dict[str, str]:
-    """What to do about each parameter that is trained in the checkpoint and frozen here, or the other way round."""
-    trained, saved = {spec.name for spec in specs}, {entry.name for entry in manifest.parameters}
-    advice = dict.fromkeys(saved & rest.keys(), "trained in the checkpoint, frozen here; load before freezing it")
-    frozen = trained & saved_rest.keys()
-    advice |= dict.fromkeys(frozen, "frozen in the checkpoint, trained here; load before unfreezing it")
-    return {name: f"{name}: {advice[name]}" for name in sorted(advice.keys() - (trained & saved))}
-
-
-def compare_rest(saved: Mapping[str, Any], mine: Mapping[str, Any], *, but: Container[str] = ()) -> list[str]:
-    """How the rest of the saved model differs from this one's, except for names in ``but``."""
-    problems = [f"{name}: not in the checkpoint" for name in mine if name not in saved and name not in but]
-    problems += [
-        f"{name}: in the checkpoint, not in this model" for name in saved if name not in mine and name not in but
-    ]
-    for name in mine.keys() & saved.keys():
-        if name.rpartition(".")[2] == EXTRA_STATE:
-            continue
-        if isinstance(mine[name], Tensor) and mine[name].shape != saved[name].shape:
-            problems.append(f"{name}: shape {tuple(saved[name].shape)}, this run has {tuple(mine[name].shape)}")
-        elif isinstance(mine[name], Tensor) and not _fits_dtype(saved[name], mine[name]):
-            dtypes = dtype_name(saved[name].dtype), dtype_name(mine[name].dtype)
-            problems.append(f"{name}: dtype {dtypes[0]}, this run has {dtypes[1]}")
-    return sorted(problems)
-
-
-def _fits_dtype(saved: Tensor, mine: Tensor) -> bool:
-    """Whether torch would load the tensor as it is, or round it; from or to integers, numbers would change."""
-    return saved.dtype == mine.dtype or (saved.is_floating_point() and mine.is_floating_point())
 
 
 def flat_part(value: Tensor, shard: Shard) -> Tensor:

@@ -23,19 +23,11 @@ from torch import Tensor, nn
 from optim_dist._checkpoint import background
 from optim_dist._checkpoint import manifest as manifests
 from optim_dist._checkpoint.codes import decode_where_cut
-from optim_dist._checkpoint.contents import (
-    compare_groups,
-    compare_rest,
-    differently_frozen,
-    load_groups,
-    load_rest,
-    named_specs,
-    pieces_of,
-    rest_of_model,
-)
+from optim_dist._checkpoint.contents import compare_groups, load_groups, named_specs, pieces_of
 from optim_dist._checkpoint.faults import Problems
 from optim_dist._checkpoint.manifest import CheckpointError, Manifest, SavedParameter
 from optim_dist._checkpoint.reshard import ROOM, exchange, in_batches, streams
+from optim_dist._checkpoint.rest import compare_rest, differently_frozen, load_rest, rest_of_model
 from optim_dist._checkpoint.restoring import Restoring
 from optim_dist._checkpoint.surveying import Survey, survey
 from optim_dist._optimizers.base import DistOptimizer

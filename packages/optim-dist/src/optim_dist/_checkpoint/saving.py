@@ -24,11 +24,10 @@ from optim_dist._checkpoint.contents import (
     named_specs,
     own_parts,
     pieces_of,
-    rest_of_model,
-    whole_rest,
 )
 from optim_dist._checkpoint.faults import raised_together
 from optim_dist._checkpoint.removal import Choice
+from optim_dist._checkpoint.rest import rest_of_model, whole_rest
 from optim_dist._checkpoint.staging import Staging, on_host
 from optim_dist._checkpoint.writing import LATEST, Destination, Snapshot, write
 from optim_dist._optimizers.agreement import check_options

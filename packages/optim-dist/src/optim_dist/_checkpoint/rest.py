@@ -1,0 +1,79 @@
+"""The rest of a model, which the optimizer does not own: buffers, frozen parameters, and modules' extra state."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from optim_dist._checkpoint.manifest import Manifest
+from optim_dist._optimizers.construction import layout_of
+from optim_dist._optimizers.live import LiveOptimizer
+from optim_dist._optimizers.whole_state import cut_like, on_one_rank
+from optim_dist.plan import ParameterSpec, dtype_name
+
+EXTRA_STATE = "_extra_state"  # torch's name for what a module's ``get_extra_state`` gives, of any type and shape
+
+
+def rest_of_model(model: nn.Module | None, optimizer: LiveOptimizer) -> dict[str, Any]:
+    """The model's state that the optimizer does not own: buffers and frozen parameters.
+
+    To be called before parameters' names are read: after an evaluation FSDP2 leaves whole parameters in the model, and
+    ``state_dict()`` puts the cut ones back.
+    """
+    if model is None:
+        return {}
+    state = model.state_dict()
+    trained = optimizer.trained_ids()
+    names = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in trained}
+    return {name: value for name, value in state.items() if name not in names}
+
+
+def whole_rest(rest: Mapping[str, Any], optimizer: LiveOptimizer) -> dict[str, Any]:
+    """``rest`` with DTensors whole on the first rank's CPU, one after another; None elsewhere. Collective."""
+    return {
+        name: on_one_rank(value, layout_of(value), optimizer.communicator) if isinstance(value, DTensor) else value
+        for name, value in rest.items()
+    }
+
+
+def load_rest(model: nn.Module | None, mine: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Load the saved rest of the model."""
+    if model is not None:
+        cut = {name: cut_like(saved[name], value) for name, value in mine.items() if isinstance(value, DTensor)}
+        model.load_state_dict({**saved, **cut}, strict=False)
+
+
+def differently_frozen(
+    manifest: Manifest, specs: Sequence[ParameterSpec], saved_rest: Mapping[str, Any], rest: Mapping[str, Any]
+) -> dict[str, str]:
+    """What to do about each parameter that is trained in the checkpoint and frozen here, or the other way round."""
+    trained, saved = {spec.name for spec in specs}, {entry.name for entry in manifest.parameters}
+    advice = dict.fromkeys(saved & rest.keys(), "trained in the checkpoint, frozen here; load before freezing it")
+    frozen = trained & saved_rest.keys()
+    advice |= dict.fromkeys(frozen, "frozen in the checkpoint, trained here; load before unfreezing it")
+    return {name: f"{name}: {advice[name]}" for name in sorted(advice.keys() - (trained & saved))}
+
+
+def compare_rest(saved: Mapping[str, Any], mine: Mapping[str, Any], *, but: Container[str] = ()) -> list[str]:
+    """How the rest of the saved model differs from this one's, except for names in ``but``."""
+    problems = [f"{name}: not in the checkpoint" for name in mine if name not in saved and name not in but]
+    problems += [
+        f"{name}: in the checkpoint, not in this model" for name in saved if name not in mine and name not in but
+    ]
+    for name in mine.keys() & saved.keys():
+        if name.rpartition(".")[2] == EXTRA_STATE:
+            continue
+        if isinstance(mine[name], Tensor) and mine[name].shape != saved[name].shape:
+            problems.append(f"{name}: shape {tuple(saved[name].shape)}, this run has {tuple(mine[name].shape)}")
+        elif isinstance(mine[name], Tensor) and not _fits_dtype(saved[name], mine[name]):
+            dtypes = dtype_name(saved[name].dtype), dtype_name(mine[name].dtype)
+            problems.append(f"{name}: dtype {dtypes[0]}, this run has {dtypes[1]}")
+    return sorted(problems)
+
+
+def _fits_dtype(saved: Tensor, mine: Tensor) -> bool:
+    """Whether torch would load the tensor as it is, or round it; from or to integers, numbers would change."""
+    return saved.dtype == mine.dtype or (saved.is_floating_point() and mine.is_floating_point())
