@@ -27,19 +27,19 @@ _FORM = {
 
 def watch(model: nn.Module, found: Callable[[Tensor], None]) -> list[RemovableHandle]:
     """Show ``found`` every tensor that an operation of the model's forward pass reads; returns the hooks' handles."""
-    watch = _Watch(found)
+    forward = _OutermostForward(found)
     return [
-        model.register_forward_pre_hook(watch.begin, prepend=True),
+        model.register_forward_pre_hook(forward.begin, prepend=True),
         # also after a forward pass that has failed
-        model.register_forward_hook(watch.end, always_call=True),
+        model.register_forward_hook(forward.end, always_call=True),
     ]
 
 
-class _Watch:
-    """The mode, on from the beginning of the outermost forward pass to its end."""
+class _OutermostForward:
+    """Hooks that have the mode on from the beginning of the outermost forward pass to its end."""
 
     def __init__(self, found: Callable[[Tensor], None]) -> None:
-        self._mode = _Watching(found)
+        self._mode = _Reads(found)
         self._is_on: list[bool] = []
 
     def begin(self, module: nn.Module, arguments: Any) -> None:
@@ -53,7 +53,9 @@ class _Watch:
             self._mode.__exit__(None, None, None)
 
 
-class _Watching(TorchFunctionMode):
+class _Reads(TorchFunctionMode):
+    """The mode: shows ``found`` the tensors whose values an operation reads."""
+
     def __init__(self, found: Callable[[Tensor], None]) -> None:
         super().__init__()
         self._found = found
