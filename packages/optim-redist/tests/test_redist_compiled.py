@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 from redist_cases import part_of
 from torch import Tensor
@@ -179,6 +180,20 @@ def _same_calls(rank: int, world_size: int, backend: str) -> None:
         assert torch.equal(found, full * (2 if rank else 6))
 
 
+def _in_order(rank: int, world_size: int) -> None:
+    """Each rank needs the result of another of the calls; products alone, so that nothing is compiled in C++."""
+    fulls = [torch.arange(20.0).reshape(UNEVEN) + k for k in range(3)]
+
+    def function(*parts: Tensor) -> Tensor:
+        moved = [redist.redistribute_local(part, UNEVEN, ROWS, WHOLE) for part in parts]
+        return moved[rank].mT @ moved[rank]
+
+    # not a graph that an earlier version has compiled
+    with torch._inductor.config.patch(force_disable_caches=True):
+        found = torch.compile(function, backend="inductor", fullgraph=True)(*[part_of(x, ROWS, rank) for x in fulls])
+    assert torch.allclose(found, fulls[rank].mT @ fulls[rank])
+
+
 def _as_another_rank(rank: int, world_size: int, path: str) -> None:
     """The ranks exchange their numbers, and compiled functions have the old ones in their graphs."""
     full = torch.arange(20.0).reshape(UNEVEN)
@@ -250,3 +265,9 @@ def test_options_that_a_graph_takes_and_that_break_it() -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_no_rank_leaves_out_a_call_whose_result_it_does_not_need(backend: str) -> None:
     run_ranks(_same_calls, 2, backend, timeout=60)
+
+
+@in_graphs
+@pytest.mark.slow
+def test_inductor_keeps_the_order_of_calls() -> None:
+    run_ranks(_in_order, 2)

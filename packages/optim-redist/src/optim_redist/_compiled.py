@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from optim_redist._running import collectives
+from optim_redist._scheduled import keep_order
 from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.execute import default_model, program_for, redistribute_local
 from optim_redist.gradients import GradientRule, check_linear, check_rule, way_back
@@ -147,6 +148,8 @@ def _(
     partial_init: str,
 ) -> Tensor:
     check_rule(grad)
+    # called anew by each compiler that takes the graph
+    keep_order(torch.ops.optim_redist.move.default)
     made = _plan(part, shape, src, dst, memory_limit, partial_init)
     expected = made.src.local_shape(made.shape, rank)
     if tuple(part.shape) != expected:
