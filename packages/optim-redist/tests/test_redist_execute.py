@@ -570,8 +570,10 @@ def _still_arriving(rank: int, world: int) -> None:
     full, mesh = _numbered((8, 8)), Mesh(2)
     src, dst = Layout(mesh, [0, None]), Layout(mesh, [None, 0])
     contributed = full if rank == 0 else torch.zeros_like(full)
+    # as torch calls it from 2.13 on, or before
+    reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
     for donate in (False, True):
-        arriving = funcol.reduce_scatter_tensor(contributed, "sum", 0, list(range(world)))
+        arriving = reduce_scatter(contributed, "sum", 0, torch.distributed.group.WORLD)
         assert isinstance(arriving, funcol.AsyncCollectiveTensor)
         found = redistribute_local(arriving, (8, 8), src, dst, donate=donate)
         assert torch.equal(found, part_of(full, dst, rank))
