@@ -1,5 +1,7 @@
 """The plain Triton kernels compile for Hopper on any machine and every supported Triton, whose languages differ.
 
+Some compile for other GPUs, too, whose programs may have less shared memory.
+
 What they compute is tested in the interpreter and on a GPU; kernels in Gluon are compiled by `test_hopper_kernels`.
 Here the compiler runs in a process of its own, because the interpreter that the other tests use replaces the functions
 it would compile. The kinds are such that each branch of a kernel and each tile of a product is in one of them.
@@ -25,6 +27,7 @@ from optim_kernels._newton_schulz.tiles import (
     STAGES_ALONE,
     SYMMETRIC,
     Tile,
+    fitted,
 )
 
 pytest.importorskip("triton")
@@ -65,9 +68,8 @@ def compiled(module, name, constants, types, options):
     unpromised = {names.index(name) for name in kernel.do_not_specialize or ()}
     promised = [place for place, type in places.items() if type[0] == "*" and place[0] not in unpromised]
     attributes = {place: [["tt.divisibility", 16]] for place in promised}
-    made = triton.compile(
-        ASTSource(kernel, signature, values, attributes), target=GPUTarget("cuda", 90, 32), options=options
-    )
+    target = GPUTarget("cuda", int(sys.argv[1]), 32)
+    made = triton.compile(ASTSource(kernel, signature, values, attributes), target=target, options=options)
     lines = made.asm["ttgir"].splitlines()
     layouts = dict(line.split(" = ", 1) for line in lines if line.startswith("#blocked"))
     shuffled = [line.split("-> tensor<")[1].split(", ", 1)[1] for line in lines if "shfl.sync.idx" in line]
@@ -394,8 +396,12 @@ KINDS = ADAMW | CLIP | NORMALIZE | INT8 | SLICES | MOMENTUM | UPDATE | ELEMENTS 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, tuple[int, int, list[str], bool] | str]:
     """Of every kind what COMPILE finds, or why it does not."""
-    found = lines_of(COMPILE, count=len(KINDS), stdin=json.dumps(list(KINDS.values())))
-    return dict(zip(KINDS, found, strict=True))
+    return compiled_for(90, KINDS)
+
+
+def compiled_for(target: int, kinds: dict[str, Kind]) -> dict[str, Any]:
+    found = lines_of(COMPILE, str(target), count=len(kinds), stdin=json.dumps(list(kinds.values())))
+    return dict(zip(kinds, found, strict=True))
 
 
 @pytest.mark.slow
@@ -416,6 +422,44 @@ def test_the_kernels_compile_for_hopper(name: str, compiled: dict[str, tuple[int
         assert layout.startswith(("#ttg.blocked<{" + plain, "#ttg.slice<{dim = 0, parent = #ttg.blocked<{" + row)), (
             layout
         )
+
+
+def not_overlapping(kind: Kind) -> Kind:
+    """The kind as GPUs before Hopper run it, which have no dependent launch."""
+    module, name, constants, types, options = kind
+    options = {name: value for name, value in options.items() if name not in OVERLAPPING}
+    return module, name, constants | {"OVERLAP": 0}, types, options
+
+
+# What each kind of GPU may differ in; the target, and the shared memory of a program in KiB.
+ELEMENTWISE = ("AdamW, bfloat16, list", "AdamW, uint8, alone", "sum of squares", "clipping", "momentum, Nesterov")
+LARGEST_ALONE = SYMMETRIC[0][0]._replace(num_stages=STAGES_ALONE[128][0])
+OTHERS: dict[str, tuple[int, int, dict[str, Kind]]] = {
+    "Ampere": (80, 163, {name: not_overlapping(KINDS[name]) for name in ELEMENTWISE}),
+    "Blackwell": (100, 227, {"general": PRODUCTS["general, 128 × 256"], "symmetric": PRODUCTS["symmetric, 128 × 128"]}),
+    "Blackwell with little shared memory": (
+        120,
+        99,
+        {
+            "general": general(fitted(GENERAL[0][0], 99 << 10), full=True),
+            "general, alone": general(fitted(GENERAL_ALONE[0], 99 << 10), full=True),
+            "symmetric, alone": symmetric(fitted(LARGEST_ALONE, 99 << 10), full=True),
+            "joined": symmetric(fitted(JOINED[0]._replace(num_stages=STAGES_ALONE[64][0]), 99 << 10), full=True),
+            "last": last(fitted(LAST_TILE, 99 << 10), full=True, squares=False, param="bfloat16", master=2),
+        },
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_kernels_compile_for_other_gpus(name: str) -> None:
+    target, kib, kinds = OTHERS[name]
+    for label, found in compiled_for(target, kinds).items():
+        assert not isinstance(found, str), (label, found[-3000:])
+        code, shared, *_ = found
+        assert code > 1000, label
+        assert shared <= kib << 10, label
 
 
 def test_no_kernel_is_left_out() -> None:

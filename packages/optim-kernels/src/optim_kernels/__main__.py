@@ -22,10 +22,11 @@ from torch import Tensor
 
 from optim_kernels import TritonMuon, functional, newton_schulz, reference
 from optim_kernels._gradient_norm import GradientNorms
-from optim_kernels._impl import has_triton, is_interpreted
+from optim_kernels._impl import has_triton, is_interpreted, why_not_on, why_not_products
 from optim_kernels.reference.muon import MuonRule, momentum_, updated
 from optim_utils.low_bit import CUBIC8, QUINTIC8_UNSIGNED, quantize
 
+_CUDA = torch.device("cuda")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # The largest relative error against fp64 of Newton–Schulz, and of a Muon step, keyed by the dtype of the products.
 ALLOWED = {torch.float32: 2e-5, torch.float16: 1e-2}
@@ -66,9 +67,19 @@ def how_kernels_run() -> str:
         return "not available: triton is not installed; plain torch is used"
     if is_interpreted():
         return "interpreted (TRITON_INTERPRET=1)" if _has_numpy() else "not available: Triton's interpreter needs numpy"
-    if torch.cuda.is_available():
-        return "compiled"
-    return "not available: no CUDA device; plain torch is used (TRITON_INTERPRET=1 interprets them, with numpy)"
+    if not torch.cuda.is_available():
+        return "not available: no CUDA device; plain torch is used (TRITON_INTERPRET=1 interprets them, with numpy)"
+    reason, slow = why_not_on(_CUDA), why_not_products(_CUDA)
+    if reason is not None:
+        return f"not available: {reason}; plain torch is used"
+    return "compiled" if slow is None else f"compiled, but for products of matrices, which are cuBLAS's: {slow}"
+
+
+def _can_check() -> bool:
+    """Whether kernels run here, if only interpreted."""
+    if is_interpreted():
+        return has_triton() and _has_numpy()
+    return torch.cuda.is_available() and why_not_on(_CUDA) is None
 
 
 def _has_numpy() -> bool:
@@ -77,7 +88,7 @@ def _has_numpy() -> bool:
 
 def run_checks() -> Iterator[tuple[str, str]]:
     """Each check and its result: "ok" with the error found, or what is wrong; none where no kernel runs."""
-    if not has_triton() or not (_has_numpy() if is_interpreted() else torch.cuda.is_available()):
+    if not _can_check():
         return
     device = "cpu" if is_interpreted() else "cuda"
     for dtype in DTYPES:

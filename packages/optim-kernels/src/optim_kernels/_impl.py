@@ -48,12 +48,49 @@ def multiplies_fp64_fast(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0))
 
 
-def why_not_triton(tensor: Tensor) -> str | None:
-    """What keeps the kernels from updating ``tensor``, in a few words; ``None`` where they can."""
+def why_not_on(device: torch.device) -> str | None:
+    """What keeps the kernels from running on ``device``, in a few words; ``None`` where they can."""
     if not has_triton():
         return "triton is not installed"
-    if not (tensor.is_cuda or (is_interpreted() and tensor.device.type == "cpu")):
-        return f"it is on {tensor.device.type}"
+    if device.type == "cuda":
+        return _why_not_on_gpu(device)
+    return None if device.type == "cpu" and is_interpreted() else f"it is on {device.type}"
+
+
+@cache
+def _why_not_on_gpu(device: torch.device) -> str | None:
+    if torch.version.hip is not None:
+        return "its GPU is one of AMD's, and the kernels have instructions of NVIDIA's"
+    # fake tensors are on GPUs that need not be there
+    if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability(device)) < (8, 0):
+        return f"its GPU has compute capability {_words(capability)}, and Triton needs 8.0"
+    return None
+
+
+@cache
+def why_not_products(device: torch.device) -> str | None:
+    """Why cuBLAS multiplies matrices on ``device`` faster than the kernels where both can; ``None`` where it does not.
+
+    The kernels read blocks of matrices by the bulk copy engine of Hopper and newer GPUs. For older ones Triton makes
+    loads of one number each of that.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= (9, 0):
+        return None
+    return f"its GPU has compute capability {_words(capability)}, and products need the bulk copy engine of 9.0"
+
+
+def _words(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def why_not_triton(tensor: Tensor) -> str | None:
+    """What keeps the kernels from updating ``tensor``, in a few words; ``None`` where they can."""
+    reason = why_not_on(tensor.device)
+    if reason is not None:
+        return reason
     if tensor.dtype not in KERNEL_DTYPES:
         return f"its dtype is {tensor.dtype}"
     if tensor.layout != torch.strided:

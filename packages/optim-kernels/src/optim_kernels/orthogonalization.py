@@ -27,7 +27,14 @@ import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import is_dtensor
-from optim_kernels._impl import Impl, can_compute_directly, check_impl, is_transformed, use_triton
+from optim_kernels._impl import (
+    Impl,
+    can_compute_directly,
+    check_impl,
+    is_transformed,
+    use_triton,
+    why_not_products,
+)
 from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
 from optim_kernels._newton_schulz.config import (
     COMPUTE_DTYPES,
@@ -258,6 +265,8 @@ def _takes_triton(x: Tensor, config: NSConfig, impl: Impl) -> bool:
                 f"impl='triton' multiplies no fp64, in which the {x.dtype} matrix of shape {tuple(x.shape)} would be "
                 "orthogonalized; use impl='auto' or 'torch', or compute_dtype=torch.float32"
             )
+        return False
+    if impl == "auto" and why_not_products(x.device) is not None:
         return False
     return use_triton(impl, x, f"a matrix of shape {tuple(x.shape)}")
 

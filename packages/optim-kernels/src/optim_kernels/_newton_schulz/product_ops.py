@@ -4,8 +4,8 @@
     symmetric_matmul    alpha a b + beta c               d a = alpha g bᵀ,  d b = alpha aᵀ g,  d c = beta g
     matmul_add          alpha a b + beta c               likewise;  d alpha = ⟨g, a b⟩,  d beta = ⟨g, c⟩
 
-alpha and beta are numbers, or 0-d tensors that are read on the device. On CUDA the kernels of `product_launches` run;
-elsewhere plain torch, with the same rounding (sums in fp32, rounded once).
+alpha and beta are numbers, or 0-d tensors that are read on the device. On Hopper and newer GPUs the kernels of
+`product_launches` run; elsewhere plain torch, with the same rounding (sums in fp32, rounded once).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from optim_kernels._impl import can_compute_directly, use_triton
+from optim_kernels._impl import can_compute_directly, use_triton, why_not_products
 from optim_kernels._newton_schulz.iterations import TorchProducts, without_autocast
 
 Number = float | Tensor
@@ -29,7 +29,7 @@ SUMMANDS = (torch.float32, torch.float16, torch.bfloat16)
 
 def _multiply(a: Tensor, b: Tensor, c: Tensor | None, alpha: Number, beta: Number, symmetric: bool) -> Tensor:
     """``alpha a b + beta c``; ``symmetric``: b is transposed and one triangle computed (gram: b is a)."""
-    if not use_triton("auto", a, "a"):
+    if not use_triton("auto", a, "a") or why_not_products(a.device) is not None:
         products = TorchProducts()
         multiply = products.symmetric_matmul if symmetric else products.matmul_add
         with without_autocast(a):

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from optim_kernels._impl import is_interpreted, multiplies_fp64_fast
-from optim_kernels._newton_schulz.tiles import FULL_PRECISION, IN_FP64, INTERPRETED, Tile, general_tile, symmetric_tile
+from optim_kernels._newton_schulz.tiles import (
+    FULL_PRECISION,
+    IN_FP64,
+    INTERPRETED,
+    Tile,
+    fitted,
+    general_tile,
+    symmetric_tile,
+)
 
 
 def choose_tile(
@@ -25,7 +34,8 @@ def choose_tile(
         return INTERPRETED._replace(in_fp64=in_fp64)
     if dtype == torch.float32:
         return IN_FP64 if in_fp64 else FULL_PRECISION
-    return choose(num_multiprocessors(device.index), has_gluon(device.index))
+    tile = choose(num_multiprocessors(device.index), has_gluon(device.index))
+    return tile if tile.on_hopper else fitted(tile, shared_bytes(device.index))
 
 
 def portable_tile(a: Tensor, b: Tensor, *, symmetric: bool) -> Tile:
@@ -63,3 +73,12 @@ def has_gluon(device: int | None) -> bool:
 def num_multiprocessors(device: int | None) -> int:
     """Multiprocessors of the device with this number."""
     return torch.cuda.get_device_properties(device or 0).multi_processor_count
+
+
+@cache
+def shared_bytes(device: int | None) -> int:
+    """The most shared memory that a program may have on the device with this number."""
+    # torch's types do not know it
+    properties: Any = torch.cuda.get_device_properties(device or 0)
+    size: int = properties.shared_memory_per_block_optin
+    return size

@@ -51,7 +51,12 @@ class Tile(NamedTuple):
     @property
     def fills_multiprocessor(self) -> bool:
         """Whether the pipeline's stages, of 16-bit operands, leave no room for another program beside this one."""
-        return 2 * self.num_stages * (self.rows + self.columns) * self.depth > SHARED_BYTES // 2
+        return self.num_stages * self.bytes_of_stage > SHARED_BYTES // 2
+
+    @property
+    def bytes_of_stage(self) -> int:
+        """Shared memory of a stage's blocks, of 16-bit operands."""
+        return 2 * (self.rows + self.columns) * self.depth
 
     @property
     def side(self) -> int:
@@ -59,8 +64,8 @@ class Tile(NamedTuple):
         return self.columns
 
 
-# Shared memory of a Hopper multiprocessor.
-SHARED_BYTES = 228 << 10
+# Shared memory of a Hopper multiprocessor, and what a program may need beside its stages.
+SHARED_BYTES, BESIDE_STAGES = 228 << 10, 1 << 10
 
 
 class Cost(NamedTuple):
@@ -118,6 +123,15 @@ WIDE_LENGTH = 576
 def cdiv(a: int, b: int) -> int:
     """⌈a / b⌉."""
     return -(-a // b)
+
+
+def fitted(tile: Tile, shared: int) -> Tile:
+    """The tile with as many of its stages as ``shared`` bytes of a program have room for.
+
+    GPUs of compute capability 12.0 have 99 KiB where Hopper has 227.
+    """
+    room = (shared - BESIDE_STAGES) // tile.bytes_of_stage
+    return tile._replace(num_stages=max(1, min(tile.num_stages, room)))
 
 
 def symmetric_tiles(m: int, tile: Tile) -> int:

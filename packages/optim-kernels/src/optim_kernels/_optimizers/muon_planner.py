@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from optim_kernels._impl import has_triton
+from optim_kernels._impl import why_not_on, why_not_products
 from optim_kernels._newton_schulz.config import NSConfig, Tiles, check_tiles
 from optim_kernels._newton_schulz.tiles import cdiv
 from optim_kernels._optimizers.muon_entries import MuonEntry, step_entries
@@ -318,10 +318,13 @@ def _tensors_or_reason(entry: MuonEntry, group: Mapping[str, Any], ns: NSConfig)
     """The tensors that grouped launches need to update a parameter, or the reason why they cannot."""
     if group["impl"] == "torch":
         return "impl='torch'"
-    if group["impl"] == "auto" and not entry.param.is_cuda:
-        return f"it is on {entry.param.device.type}"
-    if not has_triton():
-        return "triton is not installed"
+    device = entry.param.device
+    if group["impl"] == "auto" and device.type != "cuda":
+        return f"it is on {device.type}"
+    reason = why_not_on(device) or (why_not_products(device) if group["impl"] == "auto" else None)
+    if reason is not None:
+        return reason
+    # needs Triton
     from optim_kernels.functional.muon_plan import MuonTensors, why_not_plan
 
     state = entry.state

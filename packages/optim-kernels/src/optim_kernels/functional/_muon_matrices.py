@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import is_wrapper
-from optim_kernels._impl import KERNEL_DTYPES, is_interpreted
+from optim_kernels._impl import KERNEL_DTYPES, why_not_on
 from optim_kernels._kernels import muon_table as fields
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.tiles import cdiv
@@ -94,8 +94,9 @@ class Matrix:
 def why_not_plan(tensors: MuonTensors, ns: NSConfig) -> str | None:
     """What keeps the grouped launches from updating these tensors; ``None`` where they can."""
     p, b = tensors.param, tensors.momentum_buffer
-    if not (p.is_cuda or (is_interpreted() and p.device.type == "cpu")):
-        return f"it is on {p.device.type}"
+    reason = why_not_on(p.device)
+    if reason is not None:
+        return reason
     for name, tensor in (("it", p), ("its gradient", tensors.grad)):
         if is_wrapper(tensor):
             return f"{name} is a {type(tensor).__name__}, which has no memory of its own"

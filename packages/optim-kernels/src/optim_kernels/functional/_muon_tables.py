@@ -20,8 +20,16 @@ from optim_kernels._impl import is_interpreted
 from optim_kernels._kernels import muon_table as fields
 from optim_kernels._newton_schulz.chain import needs_step_chain, takes_step_chain
 from optim_kernels._newton_schulz.config import NSConfig, Tiles
-from optim_kernels._newton_schulz.tile_choice import has_gluon, num_multiprocessors
-from optim_kernels._newton_schulz.tiles import FULL_PRECISION, INTERPRETED, PING_PONG, Tile, cdiv, general_tile
+from optim_kernels._newton_schulz.tile_choice import has_gluon, num_multiprocessors, shared_bytes
+from optim_kernels._newton_schulz.tiles import (
+    FULL_PRECISION,
+    INTERPRETED,
+    PING_PONG,
+    Tile,
+    cdiv,
+    fitted,
+    general_tile,
+)
 from optim_kernels.functional._muon_matrices import TILE, Matrix, MuonTensors, address_of
 from optim_kernels.functional._muon_workspace import Memory
 
@@ -181,7 +189,8 @@ def _last_tile(x: Tensor, chosen_for: int) -> Tile:
         return FULL_PRECISION
     _, m, n = x.shape
     tiles = chosen_for * cdiv(m, LAST_TILE.rows) * cdiv(n, LAST_TILE.columns)
-    return LAST_TILE if tiles > 2 * num_multiprocessors(x.device.index) else SMALL_LAST_TILE
+    tile = LAST_TILE if tiles > 2 * num_multiprocessors(x.device.index) else SMALL_LAST_TILE
+    return fitted(tile, shared_bytes(x.device.index))
 
 
 def _family_key(matrix: Matrix, ns: NSConfig) -> tuple[int, bool, int]:
