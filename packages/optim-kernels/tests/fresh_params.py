@@ -11,11 +11,11 @@ from torch import Tensor
 
 def make_params(shapes: Any = ((40, 30), (7,), (64,))) -> list[torch.nn.Parameter]:
     params = [torch.nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in shapes]
-    give_gradients(params)
+    renew_gradients(params)
     return params
 
 
-def give_gradients(params: list[torch.nn.Parameter]) -> list[Tensor]:
+def renew_gradients(params: list[torch.nn.Parameter]) -> list[Tensor]:
     """New gradients at new addresses; the old ones, so that their memory is not given away at once."""
     old = [p.grad for p in params if p.grad is not None]
     for p in params:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,11 @@ def give_gradients(*params: Tensor, seed: int = 0, scale: float = 1.0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for p in params:
         p.grad = (scale * torch.randn(p.shape, generator=generator)).to(p)
+
+
+def assert_same_bits(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b)
 
 
 def relative_error(x: Tensor, expected: Tensor) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_tensors import DEVICE, random_parameters
+from random_tensors import DEVICE, assert_same_bits, random_parameters
 from torch import Tensor
 from torch.optim import adam
 
@@ -93,8 +93,7 @@ def test_plain_torch_takes_the_loop_that_torch_would(options: dict[str, Any], mo
     train(torch.optim.AdamW(theirs, lr=1e-2, **options), theirs, 3)
     assert taken[:3] == taken[3:]
     assert ("_multi_tensor_adam" in taken) == options.get("foreach", "fused" not in options)
-    for p, q in zip(ours, theirs):
-        assert torch.equal(p, q)
+    assert_same_bits(ours, theirs)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])

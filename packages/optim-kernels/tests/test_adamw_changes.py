@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fresh_params import give_gradients, make_params
+from fresh_params import make_params, renew_gradients
 from random_tensors import DEVICE
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -23,7 +23,7 @@ def test_gradients_that_come_and_go() -> None:
     optimizer = TritonAdamW(params, impl="triton")
     optimizer.step()
     for absent in (0, 2, None):
-        give_gradients(params)
+        renew_gradients(params)
         if absent is not None:
             params[absent].grad = None
         before = [p.detach().clone() for p in params]
@@ -221,7 +221,7 @@ def test_states_in_codes_may_change_their_memory(exchange: bool) -> None:
     optimizer, twin = (TritonAdamW(each, state_dtype="int8", impl="triton") for each in (params, twins))
 
     def step() -> None:
-        give_gradients(params)
+        renew_gradients(params)
         for p, q in zip(params, twins, strict=True):
             q.grad = p.grad
         optimizer.step()
@@ -258,7 +258,7 @@ def _states_of_dtensors(rank: int, world_size: int, exchange: bool) -> None:
     sharded = torch.nn.Parameter(DTensor.from_local(whole.detach().clone(), mesh, [Shard(0)]))
     optimizers = [TritonAdamW([p], lr=0.1, impl="triton") for p in (whole, sharded)]
     for turn in range(5):
-        give_gradients([whole])
+        renew_gradients([whole])
         assert whole.grad is not None
         sharded.grad = DTensor.from_local(whole.grad, mesh, [Shard(0)])
         for optimizer in optimizers:
@@ -445,7 +445,7 @@ def test_a_state_may_become_a_view_of_itself(exchange: bool, impl: Any) -> None:
             state["exp_avg"] = state["exp_avg"].t()
         else:
             state["exp_avg"].data = state["exp_avg"].data.t()
-        give_gradients([p])
+        renew_gradients([p])
         optimizer.step()
         runs.append(p)
     torch.testing.assert_close(*runs, rtol=2e-5, atol=2e-6)
@@ -543,7 +543,7 @@ def test_gradients_may_be_made_of_other_tensors(num_steps: int, max_norm: float 
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
     optimizers = [TritonAdamW(params, impl="triton", max_norm=max_norm) for params in (ours, theirs)]
     for number in range(num_steps + 2):
-        give_gradients(ours)
+        renew_gradients(ours)
         for p, q in zip(ours, theirs, strict=True):
             assert p.grad is not None
             q.grad = p.grad.clone()

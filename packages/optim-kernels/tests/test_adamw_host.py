@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fresh_params import give_gradients, make_params
+from fresh_params import make_params, renew_gradients
 from random_tensors import DEVICE
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
@@ -45,7 +45,7 @@ def test_only_what_changed_is_uploaded_and_in_one_table(uploads: list[int]) -> N
     optimizer.step()
     assert len(uploads) == 1
     uploads.clear()
-    old = give_gradients(params)
+    old = renew_gradients(params)
     optimizer.param_groups[0]["lr"] = 0.25
     optimizer.step()
     assert len(uploads) == 2, "the norm's table and the step's"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_tensors import DEVICE
+from random_tensors import DEVICE, assert_same_bits
 from torch import Tensor, nn
 
 from optim_kernels import TritonAdamW, TritonMuon, TritonMuonAdamW
@@ -149,8 +149,7 @@ class Run:
                 group["momentum"] = self.draw.choice([0.9, 0.95])
 
     def check(self) -> None:
-        for p, q in zip(self.params, self.others, strict=True):
-            assert torch.equal(p, q)
+        assert_same_bits(self.params, self.others)
 
 
 def drive(name: str, seed: int, num_moves: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from random_tensors import DEVICE
+from random_tensors import DEVICE, assert_same_bits
 from torch import nn
 
 from optim_kernels import NSConfig, TritonAdamW, TritonMuon, functional, multi_tensor, newton_schulz
@@ -111,8 +111,7 @@ def test_captures_that_are_not_replayed_leave_no_trace(name: str, dtypes: tuple[
         optimizer.step()
         set_lr(eager, 0.1)
         eager.step()
-    for p, q in zip(ours, other, strict=True):
-        assert torch.equal(p, q)
+    assert_same_bits(ours, other)
 
 
 @pytest.mark.gpu
@@ -151,8 +150,7 @@ def test_new_gradients_that_a_graph_makes(name: str) -> None:
         assert torch.equal(grad, q.grad)
     optimizer.step()
     eager.step()
-    for p, q in zip(ours, other, strict=True):
-        assert torch.equal(p, q)
+    assert_same_bits(ours, other)
 
 
 def _overwrite_free_memory() -> None:
@@ -191,8 +189,7 @@ def test_a_graph_outlives_the_steps_it_was_captured_among(name: str) -> None:
     graph.replay()
     of_eager.grad = None
     eager.step()
-    for p, q in zip([*ours, new], [*other, of_eager], strict=True):
-        assert torch.equal(p, q)
+    assert_same_bits([*ours, new], [*other, of_eager])
 
 
 @pytest.mark.gpu
@@ -274,8 +271,7 @@ def test_a_plan_made_while_a_graph_is_captured() -> None:
         step(ours, 0, plan)
     step(ours, 0, plan)
     graph.replay()
-    for p, q in zip(ours, other, strict=True):
-        assert torch.equal(p, q)
+    assert_same_bits(ours, other)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from compiling_apart import lines_of
-from random_tensors import DEVICE
+from random_tensors import DEVICE, assert_same_bits
 from torch import nn
 
 from optim_kernels import NSConfig, TritonMuon, newton_schulz, reference
@@ -342,8 +342,7 @@ def test_multiprocessors_that_stay_free() -> None:
                 planner.step([(group, made)])
     torch.cuda.synchronize()
     for params in results[1:]:
-        for p, q in zip(params, results[0], strict=True):
-            assert torch.equal(p, q)
+        assert_same_bits(params, results[0])
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_tensors import DEVICE, random_parameters
+from random_tensors import DEVICE, assert_same_bits, random_parameters
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -407,8 +407,7 @@ def test_torch_gathers_states_whose_options_are_dtypes(name: str, gather: dict[s
         assert other.param_groups[0][option] == value, option
     for one, its_model in ((optimizer, model), (other, restored)):
         steps(one, list(its_model.parameters()), 2, seed=3)
-    for p, q in zip(model.parameters(), restored.parameters()):
-        assert torch.equal(p, q)
+    assert_same_bits(model.parameters(), restored.parameters())
 
 
 def test_the_dtype_of_products_is_loaded_from_its_name_and_from_itself() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_tensors import DEVICE
+from random_tensors import DEVICE, assert_same_bits
 from torch import nn
 
 from optim_kernels import TritonAdamW, TritonMuon, TritonMuonAdamW
@@ -195,8 +195,7 @@ def test_nanochat_checkpoints_continue_alike() -> None:
     for optimizer, params in ((first, matrices + rest), (second, m + r)):
         give_gradients(params, 9)
         optimizer.step()
-    for p, q in zip(matrices + rest, m + r, strict=True):
-        assert torch.equal(p, q)
+    assert_same_bits(matrices + rest, m + r)
 
 
 def test_nanochats_layout_leaves_out_empty_states() -> None:
@@ -337,8 +336,7 @@ def test_what_adamw_refuses_it_refuses_before_muon_has_moved(impl: Any) -> None:
         rest[0].grad.untyped_storage().resize_(0)
         with pytest.raises(ValueError, match=r"grads\[0\].* its storage was freed"):
             optimizer.step()
-    for p, q in zip(matrices, before, strict=True):
-        assert torch.equal(p, q)
+    assert_same_bits(matrices, before)
 
 
 @pytest.mark.parametrize("is_loaded", [False, True], ids=["moved", "loaded"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_tensors import DEVICE
+from random_tensors import DEVICE, assert_same_bits
 from torch import Tensor, nn
 
 from optim_kernels import COEFFICIENTS, NSConfig, TritonMuon
@@ -492,8 +492,7 @@ def test_replay_takes_new_hyperparameters_and_gradients() -> None:
                 optimizer._planner = MuonPlanner()
             optimizer.step(clip_factor=torch.tensor(1.0 / (step + 1), device="cuda"))
         results.append([p.detach().clone() for p in params])
-    for p, q in zip(*results, strict=True):
-        assert torch.equal(p, q)
+    assert_same_bits(*results)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_tensors import DEVICE, give_gradients, random_parameters
+from random_tensors import DEVICE, assert_same_bits, give_gradients, random_parameters
 from torch import Tensor, nn
 
 from optim_kernels import TritonMuon
@@ -30,11 +30,6 @@ def steps(optimizer: TritonMuon, params: list[nn.Parameter], seeds: range, scale
     for seed in seeds:
         give_gradients(*params, seed=seed, scale=scale)
         optimizer.step()
-
-
-def assert_same_bits(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
-    for p, q in zip(ours, theirs, strict=True):
-        assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e12], ids=str)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_tensors import give_gradients, random_parameters
+from random_tensors import assert_same_bits, give_gradients, random_parameters
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -67,11 +67,6 @@ def rooms_of(plans: Iterable[MuonPlan]) -> set[int]:
     return {x.untyped_storage().data_ptr() for batch in batches for x in (batch.x, batch.other)}
 
 
-def assert_same(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
-    for p, q in zip(ours, theirs, strict=True):
-        assert torch.equal(p, q)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -83,7 +78,7 @@ def test_results_do_not_depend_on_it(options: dict[str, Any]) -> None:
     assert len(alone.plans()) == 1
     for limit, least, most in ((1, len(SHAPES), len(SHAPES)), (2 * LARGEST, 2, len(SHAPES) - 1), (MB, 1, 1)):
         optimizer, params = trained(limit, **options)
-        assert_same(params, expected)
+        assert_same_bits(params, expected)
         assert least <= len(optimizer.plans()) <= most
         assert limit == 1 or room_of(optimizer).numel() <= limit
 
@@ -130,7 +125,7 @@ def test_a_room_that_is_too_small_goes() -> None:
     for seed in (2, 3):
         step(optimizer, params, seed)
     assert rooms_of([*optimizer.plans(), *beside.plans()]) == {room_of(optimizer).data_ptr()}
-    assert_same(params, expected)
+    assert_same_bits(params, expected)
 
 
 def test_parts_that_are_no_more_are_given_up() -> None:
@@ -240,7 +235,7 @@ def test_what_others_have_left_there_is_not_computed_with() -> None:
     for seed in (2, 3):
         room_of(optimizer).fill_(0xFF)  # NaN, in every dtype
         step(optimizer, params, seed)
-    assert_same(params, expected)
+    assert_same_bits(params, expected)
 
 
 @pytest.mark.slow
@@ -254,7 +249,7 @@ def test_groups_keep_their_hyperparameters() -> None:
             optimizer.param_groups[seed % 3]["lr"] *= 0.5
             step(optimizer, params, seed)
         runs.append(params)
-    assert_same(*runs)
+    assert_same_bits(*runs)
 
 
 @pytest.mark.slow
@@ -267,7 +262,7 @@ def test_missing_gradients_come_and_go() -> None:
             params[seed % len(params)].grad = None
             optimizer.step()
         runs.append(params)
-    assert_same(*runs)
+    assert_same_bits(*runs)
 
 
 @pytest.mark.slow
@@ -285,7 +280,7 @@ def test_planners_may_share_one() -> None:
     beside.step()
     assert room_of(optimizer).data_ptr() == before
     step(optimizer, params, 2)
-    assert_same(params, expected)
+    assert_same_bits(params, expected)
 
 
 def test_one_for_a_whole_model() -> None:
@@ -302,7 +297,7 @@ def test_one_for_a_whole_model() -> None:
         runs.append((params, len(optimizer.plans())))
     (expected, one), (ours, several) = runs
     assert one == 1 < several
-    assert_same(ours, expected)
+    assert_same_bits(ours, expected)
 
 
 def test_copies_and_checkpoints() -> None:
@@ -405,4 +400,4 @@ def test_captured_steps() -> None:
             assert q.grad is not None
             p.grad.copy_(q.grad)
         graph.replay()
-    assert_same(params, expected)
+    assert_same_bits(params, expected)
