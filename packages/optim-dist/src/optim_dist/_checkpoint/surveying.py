@@ -143,7 +143,7 @@ def survey(folder: Path, communicator: Communicator) -> Survey:
         CheckpointError: on every rank, if any could not look: a file that a disk does not show may still be there.
     """
     num_ranks = communicator.world_size
-    mine = View()
+    mine = _View()
 
     def look() -> list[Any]:
         nonlocal mine
@@ -200,7 +200,7 @@ def _holders(
 
 
 @dataclass(frozen=True)
-class View:
+class _View:
     """What one rank sees of the manifest in its folder.
 
     Attributes:
@@ -215,15 +215,15 @@ class View:
     problems: Sequence[str] = ()
 
 
-def _view_of(folder: Path) -> View:
+def _view_of(folder: Path) -> _View:
     try:
         # not by is_file(), which in Python 3.14 is False for a file that cannot be accessed
         content = (folder / MANIFEST).read_bytes()
-        return View(content, manifests.understood(folder, content), hashlib.sha256(content).hexdigest())
+        return _View(content, manifests.understood(folder, content), hashlib.sha256(content).hexdigest())
     except (FileNotFoundError, NotADirectoryError):
-        return View()  # another rank may have it
+        return _View()  # another rank may have it
     except CheckpointError as error:
-        return View(problems=error.problems)
+        return _View(problems=error.problems)
 
 
 def _present(folder: Path, manifest: Manifest) -> str:
