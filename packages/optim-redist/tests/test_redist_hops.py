@@ -108,6 +108,16 @@ def test_replicas_that_grow_in_number_get_a_part_each_first(here: int, there: in
     assert plan((64, 64), "bf16", src, dst, cost_model=model).planner == "direct"
 
 
+@pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [2, 0, 1, 3], [3, 2, 1, 0]], ids=str)
+def test_holders_get_parts_of_what_they_have_when_replicas_grow_in_number(ranks: list[int]) -> None:
+    made = plan((8192, 8192), "bf16", Layout(Mesh(2), [0, None]), Layout(Mesh(4, ranks=ranks), [None, None]))
+    assert made.planner == "spread"
+    # of its half each holder keeps a quarter, sends the other, and gathers what it lacks
+    moved = verify(made)
+    assert made.volume_ratio == 1.0
+    assert max(moved.sent.values()) == max(moved.received.values()) == made.bounds.lb
+
+
 def test_any_replicas_may_get_parts_first() -> None:
     moved = 0
     cases = [

@@ -263,8 +263,10 @@ def _scatter(request: Request, limits: Bounds) -> Candidate | None:
 
 
 def _spread(request: Request, limits: Bounds) -> Candidate | None:
-    middle, dst = spread(request.problem), request.problem.dst
-    return None if middle is None else from_layouts("spread", request, [("exchange", middle), ("all_gather", dst)])
+    dst, limit = request.problem.dst, request.memory_limit
+    ways = [[("exchange", middle), ("all_gather", dst)] for middle in spread(request.problem)]
+    found = [from_layouts("spread", request, way) for way in ways]
+    return min(found, key=lambda one: (limit is not None and one.peak_bytes > limit, one.seconds), default=None)
 
 
 def _can_be_spread(request: Request, limits: Bounds) -> bool:

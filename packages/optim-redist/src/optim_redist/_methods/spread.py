@@ -6,26 +6,39 @@ the target divide a dimension, the holders send each element once, and then ever
 two exchanges, in which no rank moves more than 2·n if h holders have no more than n together.
 
 Axes are cut into their prime factors. Each factor divides the dimension that stays most even; among equally even ones,
-the dimension that leaves the neediest rank least to fetch from the source.
+the dimension that leaves the neediest rank least to fetch from the source. The order of the factors decides which parts
+go to the ranks that have them already.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from optim_redist._methods.reduce_inside import cut_axes, split_further
 from optim_redist.layout import Layout
 from optim_redist.problem import Problem
 
 
-def spread(problem: Problem) -> Layout | None:
-    """The target with its replicating axes dividing dimensions; None if no dimension can be divided."""
+def spread(problem: Problem) -> list[Layout]:
+    """The target with its replicating axes dividing dimensions, in up to two ways; none if nothing can be divided.
+
+    Of rows that ranks 0 and 1 have, for ranks 0 … 3, the first way gives rank r quarter r, so that rank 1 sends both
+    quarters of its half; the second gives each of ranks 0 and 1 a quarter of its own half.
+    """
     layout = cut_axes(problem.dst)
-    for axis in layout.replicated_axes:
-        if layout.mesh.sizes[axis] > 1:
-            found = [split_further(problem.shape, layout, dim, [axis]) for dim in range(len(problem.shape))]
-            divided = [split for split in found if split is not None]
-            if not divided:
-                return None
-            layout = min(divided, key=lambda split: _largest_and_missing(problem, split))
+    axes = [axis for axis in layout.replicated_axes if layout.mesh.sizes[axis] > 1]
+    orders = [axes, axes[::-1]] if len(axes) > 1 else [axes]
+    return [divided for order in orders if (divided := _divided(problem, layout, order)) is not None]
+
+
+def _divided(problem: Problem, layout: Layout, axes: Sequence[int]) -> Layout | None:
+    """The layout with these axes dividing dimensions, one after the other."""
+    for axis in axes:
+        found = [split_further(problem.shape, layout, dim, [axis]) for dim in range(len(problem.shape))]
+        divided = [split for split in found if split is not None]
+        if not divided:
+            return None
+        layout = min(divided, key=lambda split: _largest_and_missing(problem, split))
     return layout
 
 
