@@ -22,9 +22,15 @@ STREAM = 77
 CONSTANTS = ("fp32", 1024)
 
 
+class Loaded(CompiledKernel):
+    """Without a module on a device, which Triton 3.8 would unload."""
+
+    def __del__(self) -> None: ...
+
+
 def compiled_kernel(run: Callable[..., None]) -> CompiledKernel:
     """A compiled kernel as Triton keeps it, which calls ``run`` where it would launch."""
-    kernel: Any = object.__new__(CompiledKernel)
+    kernel: Any = object.__new__(Loaded)
     fields = {"module": object(), "function": 1234, "packed_metadata": (4, 1, 0), "name": "kernel", "src": None}
     kernel.__dict__.update(fields, _run=run, _module_pid=None)
     return kernel

@@ -86,7 +86,8 @@ def _unit_for(norm):
     """2^(6 − e) for a norm of at least 2^e and below 2^(e + 1); 2^6 for zero, infinity and NaN. fp64 -> fp32."""
     biased = ((norm.to(tl.int64, bitcast=True) >> 52) & 0x7FF).to(tl.int32)
     exponent = tl.where((biased == 0) | (biased == 0x7FF), 0, biased - 1023)
-    exponent = tl.minimum(tl.maximum(_TARGET - exponent, -126), 127)
+    # the tensor first: in Triton 3.8's interpreter a constant less a tensor is no tensor
+    exponent = tl.minimum(tl.maximum(-exponent + _TARGET, -126), 127)
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
