@@ -255,3 +255,18 @@ def test_refusals_about_the_mesh():
     assert parse_mesh("x=4, y = 2 ") == Mesh((4, 2), names=("x", "y"))
     with pytest.raises(LayoutError, match="notation"):
         format_layout(Layout(XYZW, []), "morse")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"text": None, "mesh": "4"}, "text must be a string such as '[x.y, -]', got None"),
+        ({"text": "[0]", "mesh": 4}, "mesh must be a Mesh, or its text such as '4,2', got 4"),
+        ({"text": "S(0)", "mesh": "4", "num_dims": "2"}, "num_dims must be a whole number, got '2'"),
+    ],
+    ids=["text", "mesh", "num_dims"],
+)
+def test_arguments_of_wrong_types_are_named(arguments, named):
+    with pytest.raises(LayoutError) as raised:
+        parse_layout(**arguments)
+    assert str(raised.value) == named

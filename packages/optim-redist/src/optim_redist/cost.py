@@ -117,7 +117,8 @@ class Topology:
     ) -> Topology:
         """Nodes of consecutive ranks; ``bandwidth`` is one rank's share of the node's border."""
         if not isinstance(ranks_per_node, int) or ranks_per_node < 1:
-            raise RedistError(f"a node has a whole number of ranks, at least one, got ranks_per_node={ranks_per_node}")
+            given = f"ranks_per_node={ranks_per_node!r}"
+            raise RedistError(f"a node has a whole number of ranks, at least one, got {given}")
         level = Level("node", bandwidth * ranks_per_node, latency, size=ranks_per_node)
         return cls(rank_bandwidth, _LATENCY, (level,))
 

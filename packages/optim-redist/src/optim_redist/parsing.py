@@ -57,8 +57,14 @@ def parse_layout(text: str, mesh: Mesh | str | None = None, *, num_dims: int | N
             it a partition_spec has as many dimensions as entries, and placements end at the last dimension they split.
 
     Raises:
-        LayoutError: if the text is in none of the notations, or describes no valid layout.
+        LayoutError: if the text is in none of the notations, or describes no valid layout; for wrong types.
     """
+    if not isinstance(text, str):
+        raise LayoutError(f"text must be a string such as '[x.y, -]', got {text!r}")
+    if not isinstance(mesh, Mesh | str | None):
+        raise LayoutError(f"mesh must be a Mesh, or its text such as '4,2', got {mesh!r}")
+    if not isinstance(num_dims, int | None):
+        raise LayoutError(f"num_dims must be a whole number, got {num_dims!r}")
     written = text.strip()
     grid = parse_mesh(mesh) if isinstance(mesh, str) else mesh
     if written.startswith("D_"):
