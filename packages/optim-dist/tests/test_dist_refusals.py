@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_cases import Scenarios, device_of, mesh_of
-from dist_loops import Net, assert_same, batch, build
+from dist_loops import Net, assert_same, batch, build, values
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from optim_dist import Options, TritonDistAdamW, TritonDistMuon
 from optim_dist._optimizers import before_building, construction
+from optim_dist._optimizers.construction import local
 
 scenario = Scenarios()
 
@@ -222,6 +223,49 @@ def a_parameter_that_left_its_bucket_is_refused(rank, world_size):
     net(batch(rank, 0)).backward()
     with pytest.raises(RuntimeError, match=r"layers\.1\.weight is no longer a view of its bucket"):
         optimizer.step()
+
+
+@scenario(1, 2)
+def a_parameter_that_takes_the_place_of_another_is_refused(rank, world_size):
+    """With ``model=``; it would never be stepped, and nobody would notice."""
+
+    def assign(net):
+        net.load_state_dict({name: value.clone() for name, value in net.state_dict().items()}, assign=True)
+
+    def exchange_one(net):
+        net.layers[0].bias = nn.Parameter(torch.zeros_like(net.layers[0].bias))
+
+    for exchange in (assign, exchange_one, *([fully_shard] if world_size > 1 else [])):
+        net, optimizer = build(rank)
+        net(batch(rank, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        exchange(net)
+        net(batch(rank, 1)).backward()
+        with pytest.raises(
+            RuntimeError, match=r"layers\.0\.(weight|bias) is another parameter than when the optimizer"
+        ):
+            optimizer.step()
+        again = TritonDistAdamW(net.named_parameters(), lr=0.05, model=net)
+        before = [*map(local, values(net))]
+        again.step()
+        assert not any(torch.equal(*pair) for pair in zip(before, map(local, values(net)), strict=True) if len(pair[0]))
+
+
+@scenario(1, 2)
+def what_another_optimizer_steps_or_nobody_needs_may_take_a_place(rank, world_size):
+    net, optimizer = build(rank)
+    head = TritonDistAdamW([("bias", nn.Parameter(torch.zeros_like(net.layers[0].bias)))], lr=0.05)
+    net.layers[0].bias = head.param_groups[0]["params"][0]  # stepped by another
+    net.layers[1].bias = net.layers[2].bias  # tied
+    net.layers[3].bias = nn.Parameter(torch.zeros_like(net.layers[3].bias), requires_grad=False)
+    del net.layers[2]
+    net(batch(rank, 0)).backward()
+    before = values(net)
+    optimizer.step()
+    head.step()
+    moved = [not torch.equal(*pair) for pair in zip(before, values(net), strict=True)]
+    assert moved == [name != "layers.2.bias" for name, _ in net.named_parameters()]
 
 
 @scenario(2)

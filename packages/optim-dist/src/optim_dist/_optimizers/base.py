@@ -130,6 +130,7 @@ class DistOptimizer(StatefulOptimizer):
         self.check_open()
         self._communicator.check_ranks()
         step_checks.check_listed(self.param_groups, self._listed)
+        self._places.check()
         self._planned_views.check(self.param_groups, self._views)
         self._scaled_groups.follow(self._entries)
         step_checks.check_left_out(self._left_out)

@@ -21,6 +21,7 @@ from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.gradient_dtype import GradientDtypes
 from optim_dist._optimizers.live import LiveOptimizer, live_optimizers
 from optim_dist._optimizers.options import Options, groups_of
+from optim_dist._optimizers.places import Places
 from optim_dist._optimizers.planned_views import PlannedViews
 from optim_dist._optimizers.shards import Shard
 from optim_dist._reduction.collectives import Communicator
@@ -34,6 +35,8 @@ from optim_utils.param_groups import MatrixView
 
 class PlannedOptimizer(LiveOptimizer):
     """A ``torch.optim.Optimizer`` whose groups are planned over the ranks of a process group; it has no step yet."""
+
+    _places: Places
 
     @out_of_inference_mode
     def __init__(self, params: Any, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:
@@ -141,6 +144,7 @@ class PlannedOptimizer(LiveOptimizer):
         self._unbucketed.extend(plan.parameters, entries, meshes)
         self.plan, self._entries = plan, entries
         self._listed = [list(group["params"]) for group in self.param_groups]
+        self._places = Places(self._options.model, entries)
         self._planned_views.note(self.param_groups, self._views)
         planned, names = self.trained_ids(), construction.names_of(self.param_groups, self._options.model)
         self._left_out = [(names[id(p)], p) for params in self._listed for p in params if id(p) not in planned]
