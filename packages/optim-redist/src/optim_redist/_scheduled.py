@@ -28,15 +28,15 @@ def keep_order(operator: OpOverload) -> None:
 def _lowered(operator: OpOverload, *args: Any, **options: Any) -> Any:
     """A call of the operator, as inductor has it without this, after the last one of the graph."""
     # torch has no public part for this
-    from torch._inductor.ir import FallbackKernel  # noqa: PLC2701
+    from torch._inductor.lowering import fallback_handler  # noqa: PLC2701
     from torch._inductor.virtualized import V  # noqa: PLC2701
 
     graph: Any = V.graph
     earlier = [each for each in graph.operations if getattr(each, "op_overload", None) is operator]
     num_before = len(graph.operations)
-    result: Any = FallbackKernel.create(operator, *args, **options)
+    result: Any = fallback_handler(operator, add_to_fallback_set=False)(*args, **options)
     for operation in graph.operations[num_before:]:
         for last in earlier[-1:]:
             # the order alone: the memory of what is waited for is not kept
             graph.additional_buffer_deps[operation.get_operation_name()].add(last.get_name())
-    return result.wrap_for_lowering()
+    return result
