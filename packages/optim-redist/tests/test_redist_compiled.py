@@ -91,8 +91,6 @@ def test_a_compiled_function_has_the_gradients_of_the_function() -> None:
 
 UNEVEN = (5, 4)
 SLOW_BACKENDS = ["aot_eager", "inductor"]
-# seconds in which inductor has compiled in C++, also on a busy machine; ranks that wait for each other never end
-COMPILING = 300
 in_graphs = pytest.mark.skipif(not hasattr(torch.library, "EffectType"), reason="this torch has no ordered effects")
 WHOLE, PENDING = Layout(MESH, [None, None]), Layout(MESH, [None, None], {0: "sum"})
 
@@ -256,7 +254,7 @@ def test_moves_in_checkpointed_blocks_are_saved(backend: str) -> None:
 @in_graphs
 @pytest.mark.parametrize("backend", ["eager", *[pytest.param(name, marks=pytest.mark.slow) for name in SLOW_BACKENDS]])
 def test_local_parts_move_in_one_graph(backend: str) -> None:
-    run_ranks(in_one_graph, 2, "cpu", backend, timeout=COMPILING)
+    run_ranks(in_one_graph, 2, "cpu", backend)
 
 
 def test_options_that_a_graph_takes_and_that_break_it() -> None:
@@ -266,7 +264,7 @@ def test_options_that_a_graph_takes_and_that_break_it() -> None:
 @in_graphs
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_no_rank_leaves_out_a_call_whose_result_it_does_not_need(backend: str) -> None:
-    run_ranks(_same_calls, 2, backend, timeout=COMPILING)
+    run_ranks(_same_calls, 2, backend, timeout=60)
 
 
 @in_graphs
