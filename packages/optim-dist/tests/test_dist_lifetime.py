@@ -12,6 +12,7 @@ import sys
 import time
 import weakref
 from contextlib import suppress
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -268,6 +269,40 @@ def groups_that_only_some_ranks_are_in(rank, world_size):
     assert_same(values(net), values(twin))
     if rank < 2:
         of_few.close()
+
+
+@scenario(3)
+def ranks_of_a_part_of_a_bound_world_make_their_group_alone(rank, world_size):
+    """torch would have them split the world's communicator, in which the others had to take part."""
+    world, few = dist.group.WORLD, dist.new_group([0, 1])
+    device = device_of(rank)
+    was_bound, on_entry = world.bound_device_id, []
+    # what gloo can show: whether the world is bound while groups are made
+    world.bound_device_id = torch.device("cuda", rank)
+    try:
+        for given, ranks in ((few, [0, 1]), (None, [0, 1, 2])):
+            if rank in ranks:
+                with patch.object(dist, "new_group", side_effect=_noting(on_entry)):
+                    parameter = nn.Parameter(torch.ones(7, device=device))
+                    TritonDistAdamW([("w", parameter)], process_group=given, timeout=107)
+            assert world.bound_device_id == torch.device("cuda", rank)
+    finally:
+        world.bound_device_id = was_bound
+    # ranks in fewer groups may make some of one rank, to be in as many
+    assert {(len(ranks), bound) for ranks, bound in on_entry if len(ranks) > 1} == (
+        {(2, False), (3, True)} if rank < 2 else {(3, True)}
+    )
+
+
+def _noting(found):
+    """``new_group``, which notes the ranks that it is given and whether the world is bound."""
+
+    def call(ranks, *args, **options):
+        found.append((ranks, dist.group.WORLD.bound_device_id is not None))
+        return make(ranks, *args, **options)
+
+    make = dist.new_group
+    return call
 
 
 @scenario(2)

@@ -92,7 +92,7 @@ def new_group(
     backend: str | None = None,
 ) -> dist.ProcessGroup:
     """A new process group of ``ranks``, which are connected by ``met``. Collective among these ranks alone."""
-    with _one_name(met):
+    with _one_name(met), _made_by(ranks):
         try:
             return dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
         except RuntimeError as error:
@@ -125,6 +125,28 @@ def _one_name(met: Sequence[Connected]) -> Iterator[None]:
         yield
     finally:
         world.group_count = count
+
+
+@contextmanager
+def _made_by(ranks: Sequence[int]) -> Iterator[None]:
+    """Let the group that is made inside be made by its own ranks alone.
+
+    In a world that is bound to devices (``init_process_group(device_id=)``) torch splits the world's communicator, in
+    which all ranks of the world have to take part: those that do not would do so with the next group that they make,
+    and be in a communicator of other ranks than they asked for. Meanwhile the world is unbound, and the group connects
+    with its first collective, as in a world that never was bound.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialized"
+    device = world.bound_device_id
+    if device is None or len(ranks) == world.size():
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 def _largest(met: Sequence[Connected], number: int) -> int:
