@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from redist_cases import FAMILIES, Case, busiest, example_cases, random_case, replicated_contributions
@@ -29,9 +30,14 @@ from optim_redist import (
     Plan,
     PlanInfeasibleError,
     RedistError,
+    RepeatedExchange,
     Topology,
     bounds,
+    compile,
+    explain,
     plan,
+    same_ownership,
+    simulate,
     verify,
 )
 from optim_redist._methods.borders import border_volumes
@@ -399,6 +405,24 @@ def test_texts_are_no_layouts() -> None:
         plan((8,), "bf16", text, layout)
     with pytest.raises(LayoutError, match="dst must be a Layout, got None"):
         bounds((8,), layout, nothing)
+    with pytest.raises(LayoutError, match="b must be a Layout, got None"):
+        same_ownership(layout, nothing, (8,))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        compile,
+        explain,
+        verify,
+        lambda given: simulate(given, []),
+        lambda given: RepeatedExchange([given], torch.device("cpu")),
+    ],
+)
+@pytest.mark.parametrize("given", [None, "plan.json", 3], ids=str)
+def test_what_is_no_plan_is_refused_by_name(call: Any, given: Any) -> None:
+    with pytest.raises(RedistError, match=f"plan must be a Plan, got {given!r}; optim_redist.plan"):
+        call(given)
 
 
 # -- the verifier finds what is wrong

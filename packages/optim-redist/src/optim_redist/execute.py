@@ -22,7 +22,7 @@ from optim_redist.gradients import GradientRule, check_linear, check_rule
 from optim_redist.handle import Handle
 from optim_redist.layout import Layout, PartialInit
 from optim_redist.planning import plan
-from optim_redist.plans import Plan
+from optim_redist.plans import Plan, check_plan
 from optim_redist.program import Program, compile
 
 _programs: Recent[tuple[object, Program]] = Recent(1024)
@@ -254,6 +254,7 @@ def simulate(plan: Plan, locals: Mapping[int, Tensor | None] | Sequence[Tensor |
     Raises:
         LayoutError: if a local tensor does not have the shape that the layout says.
     """
+    check_plan(plan)
     given = dict(locals) if isinstance(locals, Mapping) else dict(enumerate(locals))
     ranks = sorted({*plan.src.mesh.ranks, *plan.dst.mesh.ranks})
     tensors = {rank: given.get(rank) for rank in ranks}

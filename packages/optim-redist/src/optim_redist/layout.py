@@ -271,6 +271,13 @@ class Layout:
         return cls(Mesh.from_json(data["mesh"]), dims, partial)
 
 
+def check_layouts(**given: object) -> None:
+    """Raise ``LayoutError`` if any argument is not a ``Layout``, but a text, for example; keywords are their names."""
+    for name, layout in given.items():
+        if not isinstance(layout, Layout):
+            raise LayoutError(f"{name} must be a Layout, got {layout!r}; parse_layout(text, mesh) makes one of a text")
+
+
 def _as_split(mesh: Mesh, spec: DimSpec) -> Split | None:
     axes: Any = spec
     kind: Kind = Block()

@@ -31,8 +31,8 @@ from typing import Any, Literal, NamedTuple
 from optim_redist._inside import Inside
 from optim_redist._mesh import as_shape, int_tuple
 from optim_redist.cost import Topology, check_topology
-from optim_redist.layout import Layout, PartialInit
-from optim_redist.problem import Problem, check_layouts, check_partial_init
+from optim_redist.layout import Layout, PartialInit, check_layouts
+from optim_redist.problem import Problem, check_partial_init
 
 BoundKind = Literal["receive", "send", "reduction"]
 
@@ -119,7 +119,7 @@ def bounds(
         UnsupportedError: for an unknown ``partial_init``, or one that the target's pending reductions do not have.
         RedistError: if ``topology`` is none.
     """
-    check_layouts(src, dst)
+    check_layouts(src=src, dst=dst)
     check_partial_init(partial_init)
     check_topology(topology)
     return bounds_of(Problem(int_tuple(as_shape(shape), "sizes"), src, dst, partial_init), topology, itemsize=itemsize)

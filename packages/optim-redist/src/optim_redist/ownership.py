@@ -17,7 +17,7 @@ from optim_redist._mesh import grid_points
 from optim_redist.boxes import Box
 from optim_redist.errors import LayoutError, NotRepresentableError
 from optim_redist.index_sets import IndexSet, Run, from_intervals, interval, intervals
-from optim_redist.layout import Block, Chunk, Cyclic, Intervals, Kind, Layout, Mesh, Ragged, Split
+from optim_redist.layout import Block, Chunk, Cyclic, Intervals, Kind, Layout, Mesh, Ragged, Split, check_layouts
 
 
 def normal_form(indices: IndexSet) -> IndexSet:
@@ -92,6 +92,7 @@ def same_ownership(a: Layout, b: Layout, shape: Sequence[int]) -> bool:
 
     A rank outside a mesh holds nothing, like one whose shard is empty.
     """
+    check_layouts(a=a, b=b)
     if a.dims == b.dims and a.mesh == b.mesh and a.partial == b.partial:
         return True
     return _without_idle(ownership(a, shape)) == _without_idle(ownership(b, shape))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from optim_redist._inside import Inside
 from optim_redist._methods.candidates import whole_phases
@@ -14,11 +13,9 @@ from optim_redist.cost import Topology
 from optim_redist.lower_bounds import Bounds, Cut, bounds_of, least_inside_groups
 from optim_redist.moves import Phase
 from optim_redist.planners import UNSEARCHED, best_relay
+from optim_redist.plans import Plan, check_plan
 from optim_redist.problem import Problem
 from optim_redist.units import align, format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from optim_redist.plans import Plan
 
 Traffic = dict[tuple[int, int], int]
 Crossed = tuple[Cut, int, int]  # a group, and the elements that go into it and out of it
@@ -198,6 +195,7 @@ def _beginning(plan: Plan) -> str:
 
 def explain(plan: Plan) -> str:
     """The table, what the bounds mean for this plan, what limits its time, and what every alternative would cost."""
+    check_plan(plan)
     crossed = crossings(plan, plan.bounds.cuts)
     lines = [plan_table(plan, crossed), "", "What no plan can beat"]
     lines += [f"  {line}" for line in [*bounds_lines(plan.bounds, plan.itemsize, crossed), *_relays(plan)]]

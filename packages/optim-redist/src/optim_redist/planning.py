@@ -20,13 +20,13 @@ from optim_redist._recent import Recent
 from optim_redist.canonical import canonical
 from optim_redist.cost import CommModel, Topology, check_topology
 from optim_redist.errors import PlanInfeasibleError, RedistError
-from optim_redist.layout import Layout, PartialInit
+from optim_redist.layout import Layout, PartialInit, check_layouts
 from optim_redist.lower_bounds import Bounds, bounds_of
 from optim_redist.moves import Candidate, Request
 from optim_redist.overlap import overlap
 from optim_redist.planners import candidates
 from optim_redist.plans import Alternative, Plan
-from optim_redist.problem import Problem, check_layouts, check_partial_init
+from optim_redist.problem import Problem, check_partial_init
 
 if TYPE_CHECKING:
     import torch
@@ -183,7 +183,7 @@ def plan(
 
 def _check_arguments(src: Any, dst: Any, cost_model: Any, topology: Any, planners: Sequence[str] | None) -> None:
     """Raise for arguments that would otherwise fail far from here, in words that do not name them."""
-    check_layouts(src, dst)
+    check_layouts(src=src, dst=dst)
     if not isinstance(cost_model, CommModel | None):
         raise RedistError(f"cost_model must be a CommModel, got {cost_model!r}; CommModel.preset(name) has known ones")
     check_topology(topology)

@@ -201,6 +201,12 @@ class Plan:
         )
 
 
+def check_plan(plan: object) -> None:
+    """Raise ``RedistError`` if this is no ``Plan``, but its text or a file's name, for example."""
+    if not isinstance(plan, Plan):
+        raise RedistError(f"plan must be a Plan, got {plan!r}; optim_redist.plan(shape, dtype, src, dst) makes one")
+
+
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """(path, value) of every leaf of nested dictionaries and lists; an empty one is itself a leaf."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

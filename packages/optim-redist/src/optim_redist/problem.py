@@ -28,7 +28,7 @@ from optim_redist._inside import Groups, Part
 from optim_redist._lazy import lazy
 from optim_redist._mesh import coordinates
 from optim_redist.boxes import Box
-from optim_redist.errors import LayoutError, UnsupportedError
+from optim_redist.errors import UnsupportedError
 from optim_redist.index_sets import intersect
 from optim_redist.layout import Block, Layout, Mesh, PartialInit
 from optim_redist.overlap import Division, overlap
@@ -39,13 +39,6 @@ if TYPE_CHECKING:
 Point = tuple[int, ...]
 _NOTHING = (0, 0)
 _WHOLE: Division = (None, ())
-
-
-def check_layouts(src: object, dst: object) -> None:
-    """Raise ``LayoutError`` if either side is not a ``Layout``, but a text, for example."""
-    for name, layout in (("src", src), ("dst", dst)):
-        if not isinstance(layout, Layout):
-            raise LayoutError(f"{name} must be a Layout, got {layout!r}; parse_layout(text, mesh) makes one of a text")
 
 
 _PARTIAL_INITS = get_args(PartialInit)

@@ -8,7 +8,7 @@ plan's first run checks that all ranks have the same plan.
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -36,9 +36,7 @@ from optim_redist._running.views import (
 )
 from optim_redist.errors import LayoutError, UnsupportedError, noting
 from optim_redist.handle import Handle, completed, done
-
-if TYPE_CHECKING:
-    from optim_redist.plans import Plan
+from optim_redist.plans import Plan, check_plan
 
 
 class Program:
@@ -364,6 +362,7 @@ def compile(plan: Plan, group: ProcessGroup | None = None) -> Program:
         plan: the same on every rank; the first run checks this.
         group: the process group, all of whose ranks take part; by default the layouts' ranks.
     """
+    check_plan(plan)
     rank = collectives.my_rank()
     if not plan.communicates:
         return Program(plan, rank, None)

@@ -23,7 +23,7 @@ from optim_redist._running.copies import Copy, Together
 from optim_redist._running.many_program import ManyProgram, slot_of
 from optim_redist._running.views import extent, refuse_other_than_values, refuse_unwritable
 from optim_redist.errors import LayoutError, UnsupportedError
-from optim_redist.plans import Plan
+from optim_redist.plans import Plan, check_plan
 
 _ALIGNMENT = 16  # bytes, so that copies can be as wide as possible
 
@@ -90,6 +90,8 @@ class RepeatedExchange:
     ) -> None:
         if not plans:
             raise ValueError("plans is empty; give one for each tensor")
+        for made in plans:
+            check_plan(made)
         self._program = program = ManyProgram(plans, sys.maxsize, group)
         stages = program.stages
         starting = any(made.problems[0].started or made.problems[0].divisor != 1 for made in plans)

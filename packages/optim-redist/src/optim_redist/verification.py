@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from optim_redist._methods.borders import volumes_of
 from optim_redist._methods.own import is_in_order
@@ -31,10 +30,8 @@ from optim_redist.lower_bounds import bounds_of, crossing
 from optim_redist.moves import FINISHED, Phase, Step, Transfer, added_up
 from optim_redist.ownership import same_ownership
 from optim_redist.planners import held_without_moves
+from optim_redist.plans import Plan, check_plan
 from optim_redist.problem import Problem
-
-if TYPE_CHECKING:
-    from optim_redist.plans import Plan
 
 
 @dataclass(frozen=True)
@@ -69,6 +66,7 @@ def verify(plan: Plan) -> Verification:
     Raises:
         RedistError: naming the step, the ranks and the elements that break it.
     """
+    check_plan(plan)
     if not plan.stages:
         raise RedistError("the plan has no stages")
     if not same_ownership(plan.stages[0].src, plan.src, plan.shape):
