@@ -22,10 +22,10 @@ from optim_redist._running.views import (
     FLAT,
     View,
     arrived,
+    form_of,
     is_plain,
     refuse_other_than_values,
     resolved,
-    rows_of,
     view_of,
 )
 from optim_redist.problem import Problem
@@ -146,7 +146,7 @@ def test_what_is_charged_for_copies_is_what_is_copied() -> None:
         packs = unpacks = False
         for rank in {*src.mesh.ranks, *dst.mesh.ranks}:
             (stage,) = stage_programs(made, rank, separate=True)
-            views = stage.views(0, *(rows_of(torch.empty(layout.local_shape(shape, rank))) for layout in (src, dst)))
+            views = stage.views(0, *(form_of(torch.empty(layout.local_shape(shape, rank))) for layout in (src, dst)))
             packs = packs or bool(views.packs.pairs)
             unpacks = unpacks or bool(views.unpacks.pairs)
         leaves, arrives = in_place(Problem(shape, src, dst))
@@ -172,7 +172,7 @@ def test_buffers_are_no_larger_than_plans_say() -> None:
             source, target = (
                 torch.empty(layout.local_shape(shape, rank), dtype=torch.bfloat16) for layout in (src, dst)
             )
-            views = stage.views(0, rows_of(source), rows_of(target), to_itself=True)
+            views = stage.views(0, form_of(source), form_of(target), to_itself=True)
             held = (source.numel() + target.numel() + views.num_copied) * made.itemsize
             assert held <= made.peak_bytes, (seed, rank)
             to_itself += rank in views.to

@@ -42,7 +42,7 @@ from optim_redist._running.collectives import Team
 from optim_redist._running.native import NativeGather, NativeReduction
 from optim_redist._running.one_call import Exchange
 from optim_redist._running.stage_program import stage_programs
-from optim_redist._running.views import rows_of
+from optim_redist._running.views import form_of
 from optim_redist.execute import program_for
 from optim_redist.planning import clear_cache
 from optim_redist.problem import Problem
@@ -665,7 +665,7 @@ def _with_buffers_of_their_own(
                 x, target = sources.get(rank), targets[rank]
                 one = None
                 if at_once != "no" and x is not None and target is not None:
-                    one = Exchange.of(stage, k, rows_of(x), rows_of(target), team, to_itself=to_itself)
+                    one = Exchange.of(stage, k, form_of(x), form_of(target), team, to_itself=to_itself)
                 if one is not None:
                     (into, sent), end = cast(Any, one.start(x, target, team, async_op=False))
                     to, from_ = list(sent), list(into)
@@ -762,7 +762,7 @@ def test_no_gaps_under_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     for made in (free, limited):
         (stage,) = stage_programs(made, 0, separate=True)
         source, target = (torch.empty(layout.local_shape((57, 57), 0)) for layout in (made.src, made.dst))
-        sends = stage.views(0, rows_of(source), rows_of(target)).sends
+        sends = stage.views(0, form_of(source), form_of(target)).sends
         gaps.append(sends.num_elements - sum(sends.sizes))
     assert 0 == gaps[1] < gaps[0] < 3 * 8
 

@@ -28,11 +28,11 @@ from optim_redist._running.views import (
     arrived,
     dense_strides,
     extent,
+    form_of,
     is_plain,
     refuse_other_than_values,
     refuse_unwritable,
     resolved,
-    rows_of,
 )
 from optim_redist.errors import LayoutError, UnsupportedError, noting
 from optim_redist.handle import Handle, completed, done
@@ -237,7 +237,7 @@ class Program:
         self, number: int, k: int, x: Tensor | None, target: Tensor | None, device: torch.device, async_op: bool
     ) -> Generator[Waitable | None, None, None]:
         """Run phase k of a stage; all of its buffers are free when the next one begins."""
-        form = None if target is None else rows_of(target)
+        form = None if target is None else form_of(target)
         exchange = self._calls.exchange(number, k, x, form) if device.type != "cpu" else None
         if exchange is not None:
             assert self.team is not None, "exchanges have a team"

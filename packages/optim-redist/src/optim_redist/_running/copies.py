@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from optim_redist._running.views import WIDE, Rows, View, as_bits, is_dense, view_of
+from optim_redist._running.views import WIDE, Form, View, as_bits, is_dense, view_of
 from optim_redist.moves import Which
 
 Copy = tuple[Tensor, Tensor]  # to, from
@@ -38,11 +38,11 @@ class Copies:
     possible where rows, strides and offsets are whole multiples of 16 bytes.
     """
 
-    def __init__(self, pairs: Sequence[Pair], itemsize: int, rows: Sequence[Rows]) -> None:
-        """``rows``: the form of every tensor that takes part."""
+    def __init__(self, pairs: Sequence[Pair], itemsize: int, forms: Sequence[Form]) -> None:
+        """``forms``: that of every tensor that takes part."""
         self.pairs = merged(pairs)
         self._which = {pair.which for pair in self.pairs}
-        self._wide = _widened(self.pairs, itemsize, rows)
+        self._wide = _widened(self.pairs, itemsize, forms)
 
     def run(self, sources: Mapping[Which, Tensor | None], target: Tensor | None) -> None:
         """Make the copies, of resolved tensors."""
@@ -127,10 +127,10 @@ def _distance(a: Pair, b: Pair) -> tuple[int, int] | None:
 # -- wider copies
 
 
-def _widened(pairs: Sequence[Pair], itemsize: int, rows: Sequence[Rows]) -> list[Pair]:
+def _widened(pairs: Sequence[Pair], itemsize: int, forms: Sequence[Form]) -> list[Pair]:
     """The copies in elements of 16 bytes; none if one of them or a tensor's form does not allow it."""
     lane = WIDE // itemsize
-    if lane <= 1 or not all(_is_wide(*row, lane) for row in rows):
+    if lane <= 1 or not all(_is_wide(*form, lane) for form in forms):
         return []
     found = []
     for pair in pairs:

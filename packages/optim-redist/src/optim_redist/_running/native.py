@@ -32,7 +32,7 @@ from optim_redist._running.collectives import Team, Waitable
 from optim_redist._running.copies import Copies
 from optim_redist._running.one_buffer import CARRIED, Outgoing
 from optim_redist._running.rank_program import LOCAL, Message
-from optim_redist._running.views import FLAT, Rows, flat_bytes
+from optim_redist._running.views import FLAT, Form, flat_bytes
 from optim_redist.index_sets import aligned_runs
 from optim_redist.problem import Problem
 
@@ -72,7 +72,7 @@ class NativeReduction:
     op: str
     scale: int
     parts: Message
-    known: dict[Rows, Outgoing] = field(default_factory=dict)
+    known: dict[Form, Outgoing] = field(default_factory=dict)
 
     @classmethod
     def of(cls, problem: Problem, team: Team, dtype: torch.dtype, rank: int) -> NativeReduction | None:

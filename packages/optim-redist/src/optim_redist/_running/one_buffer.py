@@ -14,7 +14,7 @@ from torch import Tensor
 
 from optim_redist._running.buffers import Buffers
 from optim_redist._running.copies import Copies
-from optim_redist._running.views import FLAT, Rows, is_dense
+from optim_redist._running.views import FLAT, Form, is_dense
 from optim_redist.moves import Which
 
 # dtypes that NCCL moves, adds and compares by name. It has no 16-bit integers, and torch gives it no 8-bit floats to
@@ -42,7 +42,7 @@ class _OneBuffer:
         self,
         buffers: Buffers,
         own_shape: Sequence[int],
-        forms: Mapping[Which, Rows],
+        forms: Mapping[Which, Form],
         dtype: torch.dtype,
         sizes: Sequence[int],
     ) -> None:
@@ -77,7 +77,7 @@ class Outgoing(_OneBuffer):
     """The buffer that a collective reads: in a source or target, or packed out of them by one copy or several."""
 
     def __init__(
-        self, buffers: Buffers, packs: Copies, forms: Mapping[Which, Rows], dtype: torch.dtype, sizes: Sequence[int]
+        self, buffers: Buffers, packs: Copies, forms: Mapping[Which, Form], dtype: torch.dtype, sizes: Sequence[int]
     ) -> None:
         self._packs = packs
         self._at_once = packs.fills(buffers.num_elements)
@@ -98,7 +98,7 @@ class Outgoing(_OneBuffer):
 class Incoming(_OneBuffer):
     """The buffer that a collective writes: in a target, or one of our own that is unpacked into it."""
 
-    def __init__(self, buffers: Buffers, unpacks: Copies, form: Rows, dtype: torch.dtype, sizes: Sequence[int]) -> None:
+    def __init__(self, buffers: Buffers, unpacks: Copies, form: Form, dtype: torch.dtype, sizes: Sequence[int]) -> None:
         super().__init__(buffers, (buffers.num_elements,), {"dst": form}, dtype, sizes)
         self._unpacks = unpacks
 

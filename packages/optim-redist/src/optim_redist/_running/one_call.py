@@ -19,7 +19,7 @@ from optim_redist._running.native import Finish, NativeGather, NativeReduction
 from optim_redist._running.one_buffer import Incoming, Outgoing
 from optim_redist._running.rank_program import PhaseViews
 from optim_redist._running.stage_program import StageProgram, slots
-from optim_redist._running.views import Rows, rows_of
+from optim_redist._running.views import Form, form_of
 
 if TYPE_CHECKING:
     from optim_redist.plans import Plan
@@ -32,7 +32,7 @@ class Exchange:
     combined with what arrives.
     """
 
-    def __init__(self, stage: StageProgram, k: int, views: PhaseViews, src: Rows, dst: Rows, team: Team) -> None:
+    def __init__(self, stage: StageProgram, k: int, views: PhaseViews, src: Form, dst: Form, team: Team) -> None:
         self._stage, self._k, self._combines = stage, k, stage.combines_in(k)
         sends, receives = views.sends, views.receives
         self._is_flat = sends.is_flat and receives.is_flat and team.mixes_exchanges
@@ -47,7 +47,7 @@ class Exchange:
         self._from = list(zip(views.from_, receives.numbers))
 
     @classmethod
-    def of(cls, stage: StageProgram, k: int, src: Rows, dst: Rows, team: Team, *, to_itself: bool) -> Exchange | None:
+    def of(cls, stage: StageProgram, k: int, src: Form, dst: Form, team: Team, *, to_itself: bool) -> Exchange | None:
         """The exchange of phase k over NCCL, if it is one; ``to_itself`` as for ``StageProgram.begin``."""
         views = stage.views(k, src, dst, to_itself=to_itself)
         return cls(stage, k, views, src, dst, team) if views.sends.is_one and views.receives.is_one else None
@@ -101,13 +101,13 @@ class OneCalls:
         """The library's collective that does all of a stage, if there is one."""
         return self._native[number]
 
-    def exchange(self, number: int, k: int, x: Tensor | None, dst: Rows | None) -> Exchange | None:
+    def exchange(self, number: int, k: int, x: Tensor | None, dst: Form | None) -> Exchange | None:
         """The exchange of a stage's phase from x, which is on no CPU, to a target of this form, if it is one call."""
         if x is None or dst is None or not self._has_exchanges:
             return None
         key = number, k, x.stride(), dst[1]
         if key not in self._exchanges:
             assert self._team is not None, "exchanges have a team"
-            src, stage = rows_of(x), self._stages[number]
+            src, stage = form_of(x), self._stages[number]
             self._exchanges[key] = Exchange.of(stage, k, src, dst, self._team, to_itself=self.to_itself)
         return self._exchanges[key]

@@ -17,7 +17,7 @@ from math import prod
 
 from optim_redist._running.buffers import Buffers, Part, buffers_of
 from optim_redist._running.copies import Copies, Pair
-from optim_redist._running.views import FLAT, WIDE, Rows, View
+from optim_redist._running.views import FLAT, WIDE, Form, View
 from optim_redist.boxes import Box
 from optim_redist.index_sets import Run, aligned_runs
 from optim_redist.moves import Phase, Transfer, Which
@@ -125,10 +125,10 @@ class RankPhase:
     receives: list[Message] = field(default_factory=list)
     stays_from: Message = field(default_factory=lambda: Message(LOCAL))
     stays_to: Message = field(default_factory=lambda: Message(LOCAL))
-    _known: dict[tuple[Rows, Rows, bool, bool, bool, bool], PhaseViews] = field(default_factory=dict)
+    _known: dict[tuple[Form, Form, bool, bool, bool, bool], PhaseViews] = field(default_factory=dict)
 
     def views_for(
-        self, src: Rows, dst: Rows, itemsize: int, *, separate: bool, in_place: bool, to_itself: bool, aligned: bool
+        self, src: Form, dst: Form, itemsize: int, *, separate: bool, in_place: bool, to_itself: bool, aligned: bool
     ) -> PhaseViews:
         """The phase's buffers and views for a source and a target of these shapes and strides.
 
@@ -163,8 +163,8 @@ class RankPhase:
 
     def _make_views(
         self,
-        src: Rows,
-        dst: Rows,
+        src: Form,
+        dst: Form,
         itemsize: int,
         separate: bool,
         in_place: bool,
@@ -187,7 +187,7 @@ class RankPhase:
         sends = buffers_of(outgoing, separate=separate, in_place=True, shared=True, lane=lane)
         # what is combined is looked for side by side
         receives = buffers_of(incoming, separate=separate, in_place=in_place, lane=lane if in_place else 1)
-        forms: dict[Which, Rows] = {"src": src, "dst": dst}
+        forms: dict[Which, Form] = {"src": src, "dst": dst}
         packs = Copies(
             sends.packing(), itemsize, [FLAT, *(forms[which] for which in {part[0] for part in sends.copies})]
         )

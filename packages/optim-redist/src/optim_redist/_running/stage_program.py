@@ -19,7 +19,7 @@ from optim_redist._running.buffers import Buffers
 from optim_redist._running.copies import Copy, copy_together, copy_views
 from optim_redist._running.rank_program import Message, PhaseViews, rank_phases
 from optim_redist._running.reduction import Reduction, fill_identity
-from optim_redist._running.views import Rows, as_bits, bits_type, rows_of, view_of
+from optim_redist._running.views import Form, as_bits, bits_type, form_of, view_of
 from optim_redist.moves import FINISHED, Phase, Which
 from optim_redist.problem import Problem
 
@@ -171,7 +171,7 @@ class StageProgram:
         self, k: int, src: Tensor | None, dst: Tensor | None, device: torch.device, *, to_itself: bool = False
     ) -> PhaseRun:
         """Phase k between these tensors; with ``to_itself``, what stays may be a message of the rank to itself."""
-        views = self.views(k, rows_of(src), rows_of(dst), to_itself=to_itself)
+        views = self.views(k, form_of(src), form_of(dst), to_itself=to_itself)
         return PhaseRun(self, k, views, src, dst, device)
 
     def pack_all(self, src: Tensor | None, device: torch.device) -> tuple[list[Tensor], Tensor]:
@@ -181,7 +181,7 @@ class StageProgram:
         # what would be sent from where it lies in the source, too
         sends = [
             buffer if span.which is None else buffer.clone()
-            for span, buffer in zip(self.views(0, rows_of(src), rows_of(like)).sends.spans, run.pack())
+            for span, buffer in zip(self.views(0, form_of(src), form_of(like)).sends.spans, run.pack())
         ]
         kept = torch.empty(stays.num_elements, dtype=self.bits, device=device)
         copy_together(self.packing(stays, kept, src, None))
@@ -206,7 +206,7 @@ class StageProgram:
         """The copies of ``local``."""
         if not self.phases[k].stays_from.pieces or self.combines_in(k):
             return []
-        return self.views(k, rows_of(src), rows_of(dst)).stays.between({"src": src}, dst)
+        return self.views(k, form_of(src), form_of(dst)).stays.between({"src": src}, dst)
 
     def combine(self, k: int, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor) -> None:
         """Reduce what arrived in phase k and this rank's own contributions into the target."""
@@ -257,7 +257,7 @@ class StageProgram:
 
     # -- what phases look up
 
-    def views(self, k: int, src: Rows, dst: Rows, *, to_itself: bool = False) -> PhaseViews:
+    def views(self, k: int, src: Form, dst: Form, *, to_itself: bool = False) -> PhaseViews:
         """The buffers and views of phase k for tensors of these forms."""
         combines = self.combines_in(k)
         return self.phases[k].views_for(

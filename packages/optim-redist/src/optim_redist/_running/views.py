@@ -19,8 +19,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WIDE = 16  # bytes, the most that a thread copies at once
 
 View = tuple[tuple[int, ...], tuple[int, ...], int]
-Rows = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides of a tensor
-FLAT: Rows = ((WIDE,), (1,))  # stands for any buffer
+Form = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides of a tensor
+FLAT: Form = ((WIDE,), (1,))  # stands for any buffer
 
 
 def as_bits(tensor: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def dense_strides(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def rows_of(tensor: Tensor | None) -> Rows:
+def form_of(tensor: Tensor | None) -> Form:
     """Shape and strides of a tensor, empty if there is none."""
     return ((), ()) if tensor is None else (tuple(tensor.shape), tensor.stride())
 
