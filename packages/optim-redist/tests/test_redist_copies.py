@@ -129,7 +129,7 @@ def test_what_stays_travels_with_the_rest_where_that_takes_fewer_copies(
         grid = Mesh(mesh)
         shapes = [parse_layout(text, grid, num_dims=2).local_shape((64, 64), rank) for text in (src, dst)]
         forms = [(shape, (shape[1], 1)) for shape in shapes]
-        views = phase.views_for(*forms, 2, separate=True, in_place=True, to_itself=True, aligned=True)
+        views = phase.views_for(*forms, to_itself=True)
         assert views.num_copies <= most
         assert views.num_copied <= sum(message.num_elements for message in (*phase.sends, *phase.receives))
 
@@ -146,7 +146,8 @@ def test_what_is_charged_for_copies_is_what_is_copied() -> None:
         packs = unpacks = False
         for rank in {*src.mesh.ranks, *dst.mesh.ranks}:
             (stage,) = stage_programs(made, rank, separate=True)
-            views = stage.views(0, *(form_of(torch.empty(layout.local_shape(shape, rank))) for layout in (src, dst)))
+            forms = [form_of(torch.empty(layout.local_shape(shape, rank))) for layout in (src, dst)]
+            views = stage.phases[0].views_for(*forms)
             packs = packs or bool(views.packs.pairs)
             unpacks = unpacks or bool(views.unpacks.pairs)
         leaves, arrives = in_place(Problem(shape, src, dst))
@@ -172,7 +173,7 @@ def test_buffers_are_no_larger_than_plans_say() -> None:
             source, target = (
                 torch.empty(layout.local_shape(shape, rank), dtype=torch.bfloat16) for layout in (src, dst)
             )
-            views = stage.views(0, form_of(source), form_of(target), to_itself=True)
+            views = stage.phases[0].views_for(form_of(source), form_of(target), to_itself=True)
             held = (source.numel() + target.numel() + views.num_copied) * made.itemsize
             assert held <= made.peak_bytes, (seed, rank)
             to_itself += rank in views.to

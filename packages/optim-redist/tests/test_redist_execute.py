@@ -673,7 +673,7 @@ def _with_buffers_of_their_own(
                     num_calls += 1
                 else:
                     run = stage.begin(k, x, target, cpu, to_itself=to_itself)
-                    sent, into, to, from_, end = run.pack(), run.make_room(), run.to, run.from_, run.finish
+                    sent, into, to, from_, end = run.pack(), run.make_room(), run.views.to, run.views.from_, run.finish
                     run.local()
                 ends.append(end)
                 for peer, part in zip(to, sent, strict=True):
@@ -762,7 +762,7 @@ def test_no_gaps_under_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     for made in (free, limited):
         (stage,) = stage_programs(made, 0, separate=True)
         source, target = (torch.empty(layout.local_shape((57, 57), 0)) for layout in (made.src, made.dst))
-        sends = stage.views(0, form_of(source), form_of(target)).sends
+        sends = stage.phases[0].views_for(form_of(source), form_of(target)).sends
         gaps.append(sends.num_elements - sum(sends.sizes))
     assert 0 == gaps[1] < gaps[0] < 3 * 8
 

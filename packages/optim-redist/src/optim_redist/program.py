@@ -264,7 +264,7 @@ class Program:
         assert self.team is not None, "plans that communicate have a team"
         receives = run.make_room()
         if self._separate:
-            incoming, outgoing = dict(zip(run.from_, receives)), dict(zip(run.to, sends))
+            incoming, outgoing = dict(zip(run.views.from_, receives)), dict(zip(run.views.to, sends))
             return self.team.exchange_lists(incoming, outgoing, device, async_op=async_op)
         sizes = [
             {message.peer: message.num_elements * self.plan.itemsize for message in messages}

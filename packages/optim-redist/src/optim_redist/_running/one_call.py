@@ -33,7 +33,7 @@ class Exchange:
     """
 
     def __init__(self, stage: StageProgram, k: int, views: PhaseViews, src: Form, dst: Form, team: Team) -> None:
-        self._stage, self._k, self._combines = stage, k, stage.combines_in(k)
+        self._stage, self._k, self._combines = stage, k, stage.phases[k].combines
         sends, receives = views.sends, views.receives
         self._is_flat = sends.is_flat and receives.is_flat and team.mixes_exchanges
         if self._is_flat:
@@ -42,14 +42,14 @@ class Exchange:
             sent, received = sends.sizes, receives.sizes
         self._outgoing = Outgoing(sends, views.packs, {"src": src, "dst": dst}, stage.dtype, sent)
         self._incoming = Incoming(receives, views.unpacks, dst, stage.dtype, received)
-        self._stays = views.stays if views.stays.pairs and not self._combines else None
+        self._stays = views.stays if views.stays.pairs else None
         self._to = list(zip(views.to, sends.numbers))
         self._from = list(zip(views.from_, receives.numbers))
 
     @classmethod
     def of(cls, stage: StageProgram, k: int, src: Form, dst: Form, team: Team, *, to_itself: bool) -> Exchange | None:
         """The exchange of phase k over NCCL, if it is one; ``to_itself`` as for ``StageProgram.begin``."""
-        views = stage.views(k, src, dst, to_itself=to_itself)
+        views = stage.phases[k].views_for(src, dst, to_itself=to_itself)
         return cls(stage, k, views, src, dst, team) if views.sends.is_one and views.receives.is_one else None
 
     def start(self, x: Tensor, target: Tensor, team: Team, *, async_op: bool) -> tuple[Waitable | None, Finish]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 from optim_redist._running.buffers import Buffers, Part, buffers_of
 from optim_redist._running.copies import Copies, Pair
@@ -87,7 +88,7 @@ class PhaseViews:
         sends, receives: the exchange's buffers.
         packs: copies into our own buffer for sending.
         unpacks: copies out of our own buffer for receiving.
-        stays: copies from source to target; none if what stays is a message of the rank to itself.
+        stays: copies from source to target; none if what stays is a message of the rank to itself, or is combined.
         to, from_: the rank that each buffer goes to, and comes from.
         sent, received: elements, keyed by these ranks.
         packs_at_once: whether one copy fills our own buffer for sending.
@@ -115,37 +116,53 @@ class PhaseViews:
         return self.sends.num_elements + self.receives.num_elements
 
 
+class Buffering(NamedTuple):
+    """What an exchange takes as buffers.
+
+    Attributes:
+        itemsize: bytes of an element.
+        separate: whether every message has a buffer of its own, and a message whose pieces are one piece of memory is
+            sent and received there without a copy; else all messages share one buffer.
+        aligned: whether large messages that have buffers of their own begin at multiples of 16 bytes, for which our own
+            memory may have to be some bytes larger.
+    """
+
+    itemsize: int
+    separate: bool
+    aligned: bool
+
+
 @dataclass
 class RankPhase:
-    """One phase on one rank: messages by ascending peer, local copies, and the phase's name."""
+    """One phase on one rank: messages by ascending peer, and what it copies within the rank.
+
+    Attributes:
+        combines: whether the phase brings contributions to any rank, even if not to this one; what arrives, or stays,
+            is then combined into the target.
+    """
 
     name: str
     rank: int
+    combines: bool
+    buffering: Buffering
     sends: list[Message] = field(default_factory=list)
     receives: list[Message] = field(default_factory=list)
     stays_from: Message = field(default_factory=lambda: Message(LOCAL))
     stays_to: Message = field(default_factory=lambda: Message(LOCAL))
-    _known: dict[tuple[Form, Form, bool, bool, bool, bool], PhaseViews] = field(default_factory=dict)
+    _known: dict[tuple[Form, Form, bool], PhaseViews] = field(default_factory=dict)
 
-    def views_for(
-        self, src: Form, dst: Form, itemsize: int, *, separate: bool, in_place: bool, to_itself: bool, aligned: bool
-    ) -> PhaseViews:
+    def views_for(self, src: Form, dst: Form, *, to_itself: bool = False) -> PhaseViews:
         """The phase's buffers and views for a source and a target of these shapes and strides.
 
-        With ``separate`` every message has a buffer of its own, and a message whose pieces are one piece of memory is
-        sent and received there without a copy; else all messages share one buffer. ``in_place`` allows receiving
-        straight into the target. With ``to_itself`` the rank may send itself what stays, which it does where that
-        saves copies: then the blocks of all ranks are alike, and one copy packs them. With ``aligned`` large messages
-        begin at multiples of 16 bytes, for which our own buffers may have to be some bytes larger.
+        With ``to_itself`` the rank may send itself what stays, which it does where that saves copies: then the blocks
+        of all ranks are alike, and one copy packs them.
         """
-        key = src, dst, separate, in_place, to_itself, aligned
+        key = src, dst, to_itself
         found = self._known.get(key)
         if found is None:
-            largest = max((message.num_elements for message in (*self.sends, *self.receives)), default=0) * itemsize
-            lane = max(1, WIDE // itemsize) if aligned and separate and largest >= _LEAST_ALIGNED else 1
-            found = self._make_views(src, dst, itemsize, separate, in_place, lane)
-            if to_itself and self._stays_like_a_message(_MOST_TO_ITSELF // itemsize):
-                other = self._make_views(src, dst, itemsize, separate, in_place, lane, to_itself=True)
+            found = self._make_views(src, dst)
+            if to_itself and self._stays_like_a_message():
+                other = self._make_views(src, dst, to_itself=True)
                 if other.num_copied <= self._num_moved:
                     found = min(found, other, key=lambda views: views.num_copies)
             self._known[key] = found
@@ -156,27 +173,24 @@ class RankPhase:
         """Elements that the rank sends and receives: what plans count for its buffers."""
         return sum(message.num_elements for message in (*self.sends, *self.receives))
 
-    def _stays_like_a_message(self, most: int) -> bool:
-        """Whether what stays is no more than what travels to or from some rank, so that it arrives no later."""
-        largest = max((message.num_elements for message in (*self.sends, *self.receives)), default=0)
-        return 0 < self.stays_from.num_elements <= min(largest, most)
+    @property
+    def _largest(self) -> int:
+        """Elements of the largest message."""
+        return max((message.num_elements for message in (*self.sends, *self.receives)), default=0)
 
-    def _make_views(
-        self,
-        src: Form,
-        dst: Form,
-        itemsize: int,
-        separate: bool,
-        in_place: bool,
-        lane: int,
-        to_itself: bool = False,
-    ) -> PhaseViews:
+    def _stays_like_a_message(self) -> bool:
+        """Whether what stays is copied, and no more than what travels to or from some rank: it arrives no later."""
+        most = min(self._largest, _MOST_TO_ITSELF // self.buffering.itemsize)
+        return not self.combines and 0 < self.stays_from.num_elements <= most
+
+    def _make_views(self, src: Form, dst: Form, *, to_itself: bool = False) -> PhaseViews:
+        itemsize, separate, aligned = self.buffering
         sending, receiving = self.sends, self.receives
         stays: list[Pair] = []
         if to_itself:
             sending = _with(self.stays_from, self.rank, sending)
             receiving = _with(self.stays_to, self.rank, receiving)
-        else:
+        elif not self.combines:
             views = zip(self.stays_from.views(src[1]), self.stays_to.views(dst[1]))
             stays = [Pair("src", here, there) for here, there in views]
         strides: dict[Which, tuple[int, ...]] = {"src": src[1], "dst": dst[1]}
@@ -184,9 +198,13 @@ class RankPhase:
             [(read, message.views(strides[read])[k]) for k, read in enumerate(message.read)] for message in sending
         ]
         incoming: list[list[Part]] = [[("dst", view) for view in message.views(dst[1])] for message in receiving]
+        is_large = self._largest * itemsize >= _LEAST_ALIGNED
+        lane = max(1, WIDE // itemsize) if aligned and separate and is_large else 1
         sends = buffers_of(outgoing, separate=separate, in_place=True, shared=True, lane=lane)
         # what is combined is looked for side by side
-        receives = buffers_of(incoming, separate=separate, in_place=in_place, lane=lane if in_place else 1)
+        receives = buffers_of(
+            incoming, separate=separate, in_place=not self.combines, lane=1 if self.combines else lane
+        )
         forms: dict[Which, Form] = {"src": src, "dst": dst}
         packs = Copies(
             sends.packing(), itemsize, [FLAT, *(forms[which] for which in {part[0] for part in sends.copies})]
@@ -210,9 +228,15 @@ def _with(stays: Message, rank: int, messages: Sequence[Message]) -> list[Messag
     return sorted([*messages, replace(stays, peer=rank)], key=lambda message: message.peer)
 
 
-def rank_phases(problem: Problem, phases: Sequence[Phase], rank: int) -> list[RankPhase]:
-    """What one rank does in every phase."""
-    return [_rank_phase(problem, phase, rank) for phase in phases]
+def rank_phases(
+    problem: Problem, phases: Sequence[Phase], rank: int, *, reducing: Sequence[bool], buffering: Buffering
+) -> list[RankPhase]:
+    """What one rank does in every phase; ``reducing``: which phases bring contributions to any rank."""
+    made = []
+    for phase, combines in zip(phases, reducing, strict=True):
+        made.append(RankPhase(phase.name, rank, combines, buffering))
+        _add_transfers(made[-1], problem, phase)
+    return made
 
 
 def _stored(problem: Problem, rank: int, which: Which) -> Box | None:
@@ -221,8 +245,9 @@ def _stored(problem: Problem, rank: int, which: Which) -> Box | None:
     return None if box is None else box[: len(problem.shape)]
 
 
-def _rank_phase(problem: Problem, phase: Phase, rank: int) -> RankPhase:
-    found = RankPhase(phase.name, rank)
+def _add_transfers(found: RankPhase, problem: Problem, phase: Phase) -> None:
+    """Add what the rank sends, receives and keeps in a phase of a plan."""
+    rank = found.rank
     sends: dict[int, Message] = {}
     receives: dict[int, Message] = {}
     for transfer in phase.transfers:
@@ -240,7 +265,6 @@ def _rank_phase(problem: Problem, phase: Phase, rank: int) -> RankPhase:
                 message.add(there, "dst", transfer.contribution)
     found.sends = [sends[peer] for peer in sorted(sends)]
     found.receives = [receives[peer] for peer in sorted(receives)]
-    return found
 
 
 def _pieces(problem: Problem, transfer: Transfer) -> list[tuple[Piece, Piece]]:

@@ -17,9 +17,9 @@ from torch import Tensor
 from optim_redist._methods.own import own_phases
 from optim_redist._running.buffers import Buffers
 from optim_redist._running.copies import Copy, copy_together, copy_views
-from optim_redist._running.rank_program import Message, PhaseViews, rank_phases
+from optim_redist._running.rank_program import Buffering, Message, PhaseViews, rank_phases
 from optim_redist._running.reduction import Reduction, fill_identity
-from optim_redist._running.views import Form, as_bits, bits_type, form_of, view_of
+from optim_redist._running.views import as_bits, bits_type, form_of, view_of
 from optim_redist.moves import FINISHED, Phase, Which
 from optim_redist.problem import Problem
 
@@ -35,6 +35,7 @@ class PhaseRun:
     brings what has arrived to its place.
 
     Attributes:
+        views: of the phase, for its tensors.
         stays: whether ``local`` has something to copy.
     """
 
@@ -47,39 +48,28 @@ class PhaseRun:
         dst: Tensor | None,
         device: torch.device,
     ) -> None:
-        """``views``: of phase k, for tensors of the forms of these."""
-        self._stage, self._k, self._views, self._device = stage, k, views, device
+        self._stage, self._k, self.views, self._device = stage, k, views, device
         self._tensors: dict[Which, Tensor | None] = {"src": src, "dst": dst}
         self._packed: Tensor | None = None
         self._arrived: Tensor | None = None
-        self.stays = bool(views.stays.pairs) and not stage.combines_in(k)
-
-    @property
-    def to(self) -> list[int]:
-        """The rank that each buffer goes to."""
-        return self._views.to
-
-    @property
-    def from_(self) -> list[int]:
-        """The rank that each buffer comes from."""
-        return self._views.from_
+        self.stays = bool(views.stays.pairs)
 
     def pack(self) -> list[Tensor]:
         """Copy what is sent, where it does not lie in one piece; the buffers to send."""
         self._fill()
-        return self._views.sends.cut(self._packed, self._tensors, self._stage.sent_as)
+        return self.views.sends.cut(self._packed, self._tensors, self._stage.sent_as)
 
     def make_room(self) -> list[Tensor]:
         """The buffers to receive into."""
-        self._arrived = self._own(self._views.receives)
-        return self._views.receives.cut(self._arrived, self._tensors, self._stage.sent_as)
+        self._arrived = self._own(self.views.receives)
+        return self.views.receives.cut(self._arrived, self._tensors, self._stage.sent_as)
 
     def _fill(self) -> None:
-        if self._views.packs_at_once:
-            self._packed = self._views.packs.packed(self._tensors).view(-1)
+        if self.views.packs_at_once:
+            self._packed = self.views.packs.packed(self._tensors).view(-1)
         else:
-            self._packed = self._own(self._views.sends)
-            self._views.packs.run(self._tensors, self._packed)
+            self._packed = self._own(self.views.sends)
+            self.views.packs.run(self._tensors, self._packed)
 
     def _own(self, buffers: Buffers) -> Tensor | None:
         if not buffers.needs_own:
@@ -89,14 +79,14 @@ class PhaseRun:
     def local(self) -> None:
         """Copy what stays on the rank; a phase that reduces does this in ``finish``."""
         if self.stays:
-            self._views.stays.run(self._tensors, self._tensors["dst"])
+            self.views.stays.run(self._tensors, self._tensors["dst"])
 
     def finish(self) -> None:
         """Unpack or combine what has arrived."""
         stage, k, dst = self._stage, self._k, self._tensors["dst"]
-        if not stage.combines_in(k):
+        if not stage.phases[k].combines:
             # the buffer takes the place of the source
-            self._views.unpacks.run({"src": self._arrived}, dst)
+            self.views.unpacks.run({"src": self._arrived}, dst)
         elif dst is not None:
             arrived = [] if self._arrived is None else slots(stage.phases[k].receives, self._arrived)
             stage.combine(k, arrived, self._tensors["src"], dst)
@@ -116,23 +106,15 @@ class StageProgram:
         reducing: Sequence[bool],
         src: Layout,
         dst: Layout,
-        separate: bool,
-        aligned: bool,
+        buffering: Buffering,
     ) -> None:
-        """``reducing``: for every phase, whether it brings contributions to any rank, even if not to this one.
-
-        ``src`` and ``dst`` are the problem's layouts as the caller wrote them, in which empty parts may have other
-        shapes. With ``separate`` every message has a buffer of its own, else all messages of a phase share one.
-        ``aligned`` as for ``RankPhase.views_for``.
-        """
+        """``src`` and ``dst`` are the problem's layouts as the caller wrote them, in which empty parts may have other
+        shapes; ``reducing`` and ``buffering`` as for ``rank_phases``."""
         self.dtype = dtype
-        self.separate = separate
         self.bits = bits_type(dtype)
         # a message that is a tensor of its own is sent as bytes, since the backend has to know its type
-        self.sent_as = torch.uint8 if separate else self.bits
-        self.phases = rank_phases(problem, phases, rank)
-        self._reducing = reducing
-        self._aligned = aligned
+        self.sent_as = torch.uint8 if buffering.separate else self.bits
+        self.phases = rank_phases(problem, phases, rank, reducing=reducing, buffering=buffering)
         self.src_shape = _local_shape(src, problem.shape, rank)
         self.dst_shape = _local_shape(dst, problem.shape, rank)
         self.reduction = Reduction.of(problem.reduced, dtype) if problem.num_contributions > 1 else None
@@ -171,7 +153,7 @@ class StageProgram:
         self, k: int, src: Tensor | None, dst: Tensor | None, device: torch.device, *, to_itself: bool = False
     ) -> PhaseRun:
         """Phase k between these tensors; with ``to_itself``, what stays may be a message of the rank to itself."""
-        views = self.views(k, form_of(src), form_of(dst), to_itself=to_itself)
+        views = self.phases[k].views_for(form_of(src), form_of(dst), to_itself=to_itself)
         return PhaseRun(self, k, views, src, dst, device)
 
     def pack_all(self, src: Tensor | None, device: torch.device) -> tuple[list[Tensor], Tensor]:
@@ -180,8 +162,7 @@ class StageProgram:
         run, stays = self.begin(0, src, like, device), self.phases[0].stays_from
         # what would be sent from where it lies in the source, too
         sends = [
-            buffer if span.which is None else buffer.clone()
-            for span, buffer in zip(self.views(0, form_of(src), form_of(like)).sends.spans, run.pack())
+            buffer if span.which is None else buffer.clone() for span, buffer in zip(run.views.sends.spans, run.pack())
         ]
         kept = torch.empty(stays.num_elements, dtype=self.bits, device=device)
         copy_together(self.packing(stays, kept, src, None))
@@ -195,7 +176,7 @@ class StageProgram:
     @property
     def reduces(self) -> bool:
         """Whether some phase combines contributions."""
-        return any(self._reducing)
+        return any(phase.combines for phase in self.phases)
 
     def local(self, k: int, src: Tensor | None, dst: Tensor | None) -> None:
         """Copy what phase k moves within the rank; a phase that reduces does this in ``finish``."""
@@ -204,9 +185,11 @@ class StageProgram:
 
     def staying(self, k: int, src: Tensor | None, dst: Tensor | None) -> list[Copy]:
         """The copies of ``local``."""
-        if not self.phases[k].stays_from.pieces or self.combines_in(k):
+        phase = self.phases[k]
+        # then no views have to be made
+        if phase.combines or not phase.stays_from.pieces:
             return []
-        return self.views(k, form_of(src), form_of(dst)).stays.between({"src": src}, dst)
+        return phase.views_for(form_of(src), form_of(dst)).stays.between({"src": src}, dst)
 
     def combine(self, k: int, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor) -> None:
         """Reduce what arrived in phase k and this rank's own contributions into the target."""
@@ -241,7 +224,7 @@ class StageProgram:
 
         The caller makes these copies, then calls ``end``.
         """
-        if not self.combines_in(k):
+        if not self.phases[k].combines:
             return [copy for message, slot in arrived for copy in self.unpacking(message, slot, cast(Tensor, dst))]
         if dst is not None:
             self.combine(k, arrived, src, dst)
@@ -255,29 +238,12 @@ class StageProgram:
             yield view_of(target, view), slot[place : place + size].view(view[0])
             place += size
 
-    # -- what phases look up
-
-    def views(self, k: int, src: Form, dst: Form, *, to_itself: bool = False) -> PhaseViews:
-        """The buffers and views of phase k for tensors of these forms."""
-        combines = self.combines_in(k)
-        return self.phases[k].views_for(
-            src,
-            dst,
-            self.dtype.itemsize,
-            separate=self.separate,
-            in_place=not combines,
-            to_itself=to_itself and not combines,
-            aligned=self._aligned,
-        )
-
-    def combines_in(self, k: int) -> bool:
-        """Whether phase k brings contributions to any rank."""
-        return self._reducing[k]
-
 
 def stage_programs(plan: Plan, rank: int, *, separate: bool = False) -> list[StageProgram]:
     """A rank's part of every stage of a plan."""
     dtype, last = getattr(torch, plan.dtype), len(plan.stages) - 1
+    # gaps between messages are not counted
+    buffering = Buffering(dtype.itemsize, separate, aligned=plan.memory_limit is None)
     found = []
     for number, (problem, stage) in enumerate(zip(plan.problems, plan.stages, strict=True)):
         phases: Sequence[Phase]
@@ -296,9 +262,7 @@ def stage_programs(plan: Plan, rank: int, *, separate: bool = False) -> list[Sta
                 reducing=reducing,
                 src=problem.src if number else plan.src,
                 dst=plan.dst if number == last else problem.dst,
-                separate=separate,
-                # gaps between messages are not counted
-                aligned=plan.memory_limit is None,
+                buffering=buffering,
             )
         )
     return found
