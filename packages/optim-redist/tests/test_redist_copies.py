@@ -16,18 +16,10 @@ from torch.autograd import forward_ad
 from optim_redist import Mesh, parse_layout, plan
 from optim_redist._methods.in_place import in_place
 from optim_redist._running.copies import Copies, Pair, merged
+from optim_redist._running.given import is_plain, refuse_other_than_values, resolved, waited_for
 from optim_redist._running.rank_program import RankPhase
 from optim_redist._running.stage_program import stage_programs
-from optim_redist._running.views import (
-    FLAT,
-    View,
-    arrived,
-    form_of,
-    is_plain,
-    refuse_other_than_values,
-    resolved,
-    view_of,
-)
+from optim_redist._running.views import FLAT, View, form_of, view_of
 from optim_redist.problem import Problem
 
 
@@ -198,7 +190,7 @@ def test_plain_tensors_are_those_that_nothing_is_done_about() -> None:
         seen.append(is_plain(tensor))
         if seen[-1]:
             refuse_other_than_values(tensor, "it")
-            assert arrived(tensor) is tensor
+            assert waited_for(tensor) is tensor
             assert resolved(tensor) is tensor
     assert seen == [True] * 4 + [False] * 6
     with forward_ad.dual_level():

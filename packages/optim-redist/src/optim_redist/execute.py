@@ -13,8 +13,8 @@ from optim_redist._autograd import Move, followed
 from optim_redist._mesh import as_shape
 from optim_redist._recent import Recent
 from optim_redist._running import collectives
+from optim_redist._running.given import refuse_other_than_values, resolved
 from optim_redist._running.stage_program import StageProgram, slots
-from optim_redist._running.views import refuse_other_than_values, resolved
 from optim_redist._traced import traced
 from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import LayoutError, UnsupportedError, noting

@@ -18,10 +18,9 @@ from torch.distributed import ProcessGroup
 from optim_redist._recent import Recent
 from optim_redist._running import collectives
 from optim_redist._running.collectives import Waitable
-from optim_redist._running.donated import refuse_undonatable
+from optim_redist._running.given import refuse_other_than_values, refuse_undonatable, waited_for
 from optim_redist._running.many_program import ManyProgram
 from optim_redist._running.uncompiled import uncompiled
-from optim_redist._running.views import arrived, refuse_other_than_values
 from optim_redist.cost import CommModel
 from optim_redist.errors import LayoutError, RedistError
 from optim_redist.handle import Handle, done
@@ -202,7 +201,7 @@ def redistribute_many(
         known = (world, ManyProgram(plans, bucket_bytes, group, agreed, memory_limit=limit, donate=donate))
         _many_programs.put(key, known)
     program = known[1]
-    tensors = [arrived(item.tensor) for item in chosen]
+    tensors = [waited_for(item.tensor) for item in chosen]
     for name, tensor, stage in zip(names, tensors, program.stages):
         found = None if tensor is None else tuple(tensor.shape)
         if found != stage.src_shape:

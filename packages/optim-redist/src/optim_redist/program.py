@@ -18,22 +18,24 @@ from optim_redist._methods.candidates import exchanges_of
 from optim_redist._methods.packed import packed_peak
 from optim_redist._running import collectives
 from optim_redist._running.collectives import Team, Waitable
-from optim_redist._running.donated import give_up, refuse_undonatable
+from optim_redist._running.given import (
+    extent,
+    give_up,
+    is_pending,
+    is_plain,
+    refuse_other_than_values,
+    refuse_undonatable,
+    refuse_unwritable,
+    resolved,
+    resolved_donated,
+    waited_for,
+)
 from optim_redist._running.native import NativeGather, NativeReduction
 from optim_redist._running.one_call import Exchange, OneCalls
 from optim_redist._running.rank_program import RankPhase
 from optim_redist._running.stage_program import PhaseRun, StageProgram, stage_programs
 from optim_redist._running.uncompiled import uncompiled
-from optim_redist._running.views import (
-    arrived,
-    dense_strides,
-    extent,
-    form_of,
-    is_plain,
-    refuse_other_than_values,
-    refuse_unwritable,
-    resolved,
-)
+from optim_redist._running.views import dense_strides, form_of
 from optim_redist.errors import LayoutError, UnsupportedError, noting
 from optim_redist.handle import Handle, completed, done
 from optim_redist.plans import Plan, check_plan
@@ -124,7 +126,7 @@ class Program:
             target = self._at_once(x)
             if target is not None:
                 return target
-        x = arrived(x)
+        x = waited_for(x)
         self._check(x, out)
         if out is not None and out is x:
             return Handle(done(x)) if async_op else x
@@ -172,12 +174,8 @@ class Program:
         self, x: Tensor | None, out: Tensor | None, device: torch.device, async_op: bool
     ) -> Generator[Waitable | None, None, Tensor | None]:
         """Yields once for every exchange it has started; the caller waits and resumes. Returns the target."""
+        x = resolved_donated(x) if self.plan.donate else resolved(x)
         given = x if self.plan.donate else None
-        x = resolved(x)
-        if given is not None and (given.is_conj() or given.is_neg()):
-            # the resolved copy takes the place of the donated source, which is not read again
-            give_up(given)
-            given = x
         name = ""
         try:
             for number, stage in enumerate(self.stages):
@@ -292,7 +290,7 @@ class Program:
     def _check_resolving(self, x: Tensor | None) -> None:
         """Raise if the copy that resolves a pending conjugation or negation does not fit under the limit."""
         limit = self.plan.memory_limit
-        if limit is None or x is None or not (x.is_conj() or x.is_neg()):
+        if limit is None or x is None or not is_pending(x):
             return
         held = 2 * x.nbytes if self.plan.donate else self.plan.peak_bytes + x.nbytes
         if held > limit:

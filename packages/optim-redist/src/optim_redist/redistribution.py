@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from optim_redist._places import Place, ends_of, specification
+from optim_redist._running.given import waited_for
 from optim_redist._running.uncompiled import uncompiled
-from optim_redist._running.views import arrived
 from optim_redist.dtensor import shard_order_of
 from optim_redist.errors import UnsupportedError
 from optim_redist.execute import redistribute_local
@@ -259,7 +259,7 @@ def _move(
     read_as: tuple[Placement, ...] | None = None,
 ) -> DTensor | Handle[DTensor]:
     ends = ends_of(dtensor, place, read_as)
-    shape, local = tuple(dtensor.shape), arrived(dtensor._local_tensor.detach())
+    shape, local = tuple(dtensor.shape), waited_for(dtensor._local_tensor.detach())
     assert local is not None, "a DTensor has a local tensor on every rank"
     if place.dtype is not None and place.dtype != local.dtype:
         local = local.to(place.dtype)

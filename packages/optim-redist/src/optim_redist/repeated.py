@@ -20,8 +20,8 @@ from torch.distributed import ProcessGroup
 
 from optim_redist._running.collectives import Waitable
 from optim_redist._running.copies import Copy, Together
+from optim_redist._running.given import extent, is_pending, refuse_other_than_values, refuse_unwritable
 from optim_redist._running.many_program import ManyProgram, slot_of
-from optim_redist._running.views import extent, refuse_other_than_values, refuse_unwritable
 from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.plans import Plan, check_plan
 
@@ -216,7 +216,7 @@ def _tensors(
         found = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
         if found != (None if shape is None else (shape, dtype)):
             raise LayoutError(f"{what} {number} is {found}, its plan says {None if shape is None else (shape, dtype)}")
-        if tensor is not None and (tensor.is_conj() or tensor.is_neg()):
+        if is_pending(tensor):
             raise LayoutError(f"{what} {number} is a view with a pending conjugation or negation; give what it views")
     return [None if tensor is None else tensor.detach() for tensor in given]
 

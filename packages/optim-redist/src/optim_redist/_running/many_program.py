@@ -17,10 +17,9 @@ from optim_redist._methods.buckets import buckets_of
 from optim_redist._running import collectives
 from optim_redist._running.collectives import Team, Waitable
 from optim_redist._running.copies import Copy, copy_together
-from optim_redist._running.donated import give_up
+from optim_redist._running.given import give_up, is_pending, resolved, resolved_donated
 from optim_redist._running.rank_program import Message
 from optim_redist._running.stage_program import StageProgram, stage_programs
-from optim_redist._running.views import resolved
 from optim_redist.errors import UnsupportedError, noting
 from optim_redist.plans import Plan
 
@@ -134,15 +133,11 @@ class ManyProgram:
         """
         device = self.device_of(tensors)
         self.compare()
+        take = resolved_donated if self._donate else resolved
         targets: list[Tensor | None] = [None] * len(tensors)
         for bucket, (numbers, exchanges) in enumerate(zip(self.buckets, self.exchanges)):
             for number in numbers:
-                given = tensors[number]
-                tensors[number] = resolved(given)
-                if self._donate and _is_pending(given):
-                    # the resolved copy takes the place of the donated source, which is not read again
-                    give_up(given)
-                del given
+                tensors[number] = take(tensors[number])
             for number in numbers:
                 targets[number] = self.stages[number].allocate(device)
             communicates = any(self.plans[number].communicates for number in numbers)
@@ -174,7 +169,7 @@ class ManyProgram:
         if self._memory_limit is None:
             return
         for numbers, peak in zip(self.buckets, self._peaks):
-            pending = [tensor for number in numbers if _is_pending(tensor := tensors[number])]
+            pending = [tensor for number in numbers if is_pending(tensor := tensors[number])]
             held = peak + sum(tensor.nbytes for tensor in pending if tensor is not None)
             if pending and held > self._memory_limit:
                 raise UnsupportedError(
@@ -252,11 +247,6 @@ def _stage_of(plan: Plan, rank: int, rounds: int) -> StageProgram:
         plan = replace(plan, stages=(plan.stages[0]._replace(rounds=rounds),))
     (stage,) = stage_programs(plan, rank)
     return stage
-
-
-def _is_pending(tensor: Tensor | None) -> bool:
-    """Whether the tensor's values have to be conjugated or negated before its memory has them."""
-    return tensor is not None and (tensor.is_conj() or tensor.is_neg())
 
 
 def slot_of(buffer: Tensor, segment: Segment, bits: torch.dtype) -> Tensor:

@@ -1,0 +1,133 @@
+"""Tensors as callers give them: which are refused, their values in memory, and freeing those that are given up."""
+
+from __future__ import annotations
+
+import sys
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from optim_redist.errors import LayoutError, UnsupportedError
+
+
+def waited_for(tensor: Tensor | None) -> Tensor | None:
+    """The tensor, waited for if it is the result of a functional collective of torch.
+
+    Until it is waited for, such a result is a wrapper without memory of its own to read in place or to give up.
+    """
+    # there is no such tensor unless its class has been imported
+    package = sys.modules.get("torch.distributed._functional_collectives")
+    if package is not None and isinstance(tensor, package.AsyncCollectiveTensor):
+        return cast(Tensor, tensor.wait())
+    return tensor
+
+
+def refuse_other_than_values(tensor: Tensor | None, what: str) -> None:
+    """Raise for what is more, or less, than a rank's part in memory: its values would move, and the rest be lost.
+
+    Raises:
+        LayoutError: for a DTensor, whose shape is that of the whole tensor, not of the rank's part that is needed.
+        UnsupportedError: for what is no tensor, sparse tensors, those inside of transforms of torch.func, which stand
+            for several tensors, and those with a tangent of forward-mode differentiation.
+    """
+    if tensor is None:
+        return
+    if not isinstance(tensor, Tensor):
+        raise UnsupportedError(f"{what} is a {type(tensor).__name__}, this takes a torch.Tensor or None")
+    if tensor.layout is not torch.strided:
+        raise UnsupportedError(f"{what} is {tensor.layout}, and only strided tensors move; give .to_dense()")
+    functorch = torch._C._functorch
+    # batched gradients are of the older kind
+    if functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor):
+        raise UnsupportedError(
+            f"{what} is inside of a transform of torch.func, such as vmap, grad or jvp, or of batched gradients, which "
+            "moves do not follow; call outside of it, and let torch.autograd differentiate"
+        )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise UnsupportedError(
+            f"{what} has a tangent of forward-mode differentiation, which would not move; move primal and tangent by "
+            "calls of their own, as a redistribution is linear"
+        )
+    # there is no DTensor unless its class has been imported, which takes seconds
+    package = sys.modules.get("torch.distributed.tensor")
+    if package is not None and isinstance(tensor, package.DTensor):
+        raise LayoutError(f"{what} is a DTensor, this takes its part: give .to_local(), or the DTensor to redistribute")
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether ``waited_for``, ``refuse_other_than_values`` and ``resolved`` have nothing to do; in fewer steps."""
+    functorch = torch._C._functorch
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+        and forward_ad._current_level < 0
+        and not (functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+    )
+
+
+def is_pending(tensor: Tensor | None) -> bool:
+    """Whether the tensor's values have to be conjugated or negated before its memory has them."""
+    return tensor is not None and (tensor.is_conj() or tensor.is_neg())
+
+
+def resolved(tensor: Tensor | None) -> Tensor | None:
+    """The tensor with its values in its memory and without autograd history.
+
+    A view of a complex tensor may have a conjugation or negation pending, and torch refuses to combine contributions
+    of which one requires a gradient.
+    """
+    if tensor is None:
+        return None
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+
+
+def resolved_donated(tensor: Tensor | None) -> Tensor | None:
+    """As ``resolved``; a copy takes the place of the donated tensor, which is not read again and given up."""
+    found = resolved(tensor)
+    if is_pending(tensor):
+        give_up(tensor)
+    return found
+
+
+def refuse_unwritable(out: Tensor, what: str) -> None:
+    """Raise LayoutError for a tensor with several elements in one place, or whose memory holds other values."""
+    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
+        raise LayoutError(f"{what} is expanded, with several of its elements in one place; give memory for each")
+    if is_pending(out):
+        raise LayoutError(
+            f"{what} is a view with a pending conjugation or negation, which cannot be written through; give the "
+            "tensor it views"
+        )
+
+
+def extent(tensor: Tensor) -> tuple[int, int] | None:
+    """The addresses of the tensor's first byte and of the byte behind its last; None if it has no bytes."""
+    if tensor.is_meta or not tensor.numel():
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def refuse_undonatable(tensor: Tensor, what: str) -> None:
+    """Raise LayoutError for a tensor whose memory is also another's, or is not torch's to free."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != tensor.numel() * tensor.element_size():
+        raise LayoutError(
+            f"{what} that is donated has to be all of its storage, this one is a view; clone it, or leave donate out"
+        )
+    if not storage.resizable():
+        raise LayoutError(
+            f"{what} that is donated is freed by torch, and this one's memory is not torch's own (NumPy's, perhaps); "
+            "clone it, or leave donate out"
+        )
+
+
+def give_up(tensor: Tensor | None) -> None:
+    """Free the memory of a tensor that is not needed any more, whoever still refers to it."""
+    if tensor is not None:
+        tensor.untyped_storage().resize_(0)
