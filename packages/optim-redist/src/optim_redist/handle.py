@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from optim_redist._compiling.uncompiled import uncompiled
 from optim_redist._running.collectives import Waitable
-from optim_redist._running.uncompiled import uncompiled
 
 Result = TypeVar("Result")
 

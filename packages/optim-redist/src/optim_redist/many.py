@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from optim_redist._compiling.uncompiled import uncompiled
 from optim_redist._recent import Recent
 from optim_redist._running import collectives
 from optim_redist._running.collectives import Waitable
 from optim_redist._running.given import refuse_other_than_values, refuse_undonatable, waited_for
 from optim_redist._running.many_program import ManyProgram
-from optim_redist._running.uncompiled import uncompiled
 from optim_redist.cost import CommModel
 from optim_redist.errors import LayoutError, RedistError
 from optim_redist.handle import Handle, done

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from optim_redist._compiling.uncompiled import uncompiled
 from optim_redist._methods.candidates import exchanges_of
 from optim_redist._methods.packed import packed_peak
 from optim_redist._running import collectives
@@ -34,7 +35,6 @@ from optim_redist._running.native import NativeGather, NativeReduction
 from optim_redist._running.one_call import Exchange, OneCalls
 from optim_redist._running.rank_program import RankPhase
 from optim_redist._running.stage_program import PhaseRun, StageProgram, stage_programs
-from optim_redist._running.uncompiled import uncompiled
 from optim_redist._running.views import dense_strides, form_of
 from optim_redist.errors import LayoutError, UnsupportedError, noting
 from optim_redist.handle import Handle, completed, done

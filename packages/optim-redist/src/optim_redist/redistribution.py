@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from optim_redist._compiling.uncompiled import uncompiled
 from optim_redist._places import Place, ends_of, specification
 from optim_redist._running.given import waited_for
-from optim_redist._running.uncompiled import uncompiled
 from optim_redist.dtensor import shard_order_of
 from optim_redist.errors import UnsupportedError
 from optim_redist.execute import redistribute_local

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from optim_redist._compiling.call_order import keep_order
 from optim_redist._running import collectives
-from optim_redist._scheduled import keep_order
 from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.execute import default_model, program_for, redistribute_local
 from optim_redist.gradients import GradientRule, check_linear, check_rule, way_back

@@ -27,13 +27,13 @@ def traced(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]
     @wraps(function)
     def called(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if torch.compiler.is_compiling():
-            from optim_redist import _compiled
+            from optim_redist._compiling import move_operator
 
-            takes = cast(Callable[Arguments, bool], _compiled.takes)
-            moved = cast(Callable[Arguments, Result], _compiled.moved)
+            takes = cast(Callable[Arguments, bool], move_operator.takes)
+            moved = cast(Callable[Arguments, Result], move_operator.moved)
             if takes(*args, **kwargs):
                 return moved(*args, **kwargs)
-            untraced = cast(Callable[Arguments, Result], _compiled.untraced)
+            untraced = cast(Callable[Arguments, Result], move_operator.untraced)
             return untraced(*args, **kwargs)
         return function(*args, **kwargs)
 
