@@ -33,9 +33,8 @@ from optim_redist._running.given import (
 )
 from optim_redist._running.native import NativeGather, NativeReduction
 from optim_redist._running.one_call import Exchange, OneCalls
-from optim_redist._running.rank_program import RankPhase
 from optim_redist._running.stage_program import PhaseRun, StageProgram, stage_programs
-from optim_redist._running.views import dense_strides, form_of
+from optim_redist._running.views import form_of
 from optim_redist.errors import LayoutError, UnsupportedError, noting
 from optim_redist.handle import Handle, completed, done
 from optim_redist.plans import Plan, check_plan
@@ -53,10 +52,8 @@ class Program:
         self._separate = team is not None and team.takes_lists
         self.stages = stage_programs(plan, rank, separate=self._separate)
         self._calls = OneCalls(plan, self.stages, rank, team)
-        # whether one call may do everything, and the form of a target that it makes
+        # whether one call may do everything
         self._is_one = plan.communicates and len(self.stages) == 1 and not plan.donate
-        last = self.stages[-1].dst_shape
-        self._fresh = None if last is None else (last, dense_strides(last))
         self._compared = not plan.communicates
         self._out_excess = _excess_of_out(plan)
         # without communication: the slices of the source that are the target, if it is one piece of it
@@ -155,11 +152,11 @@ class Program:
             return None
         one: NativeGather | NativeReduction | Exchange | None = self._calls.native(0)
         if one is None and len(stage.phases) == 1:
-            one = self._calls.exchange(0, 0, x, self._fresh)
-        if one is None or self._fresh is None:
+            one = self._calls.exchange(0, 0, x, stage.fresh)
+        if one is None or stage.fresh is None:
             return None
         assert self.team is not None, "plans that communicate have a team"
-        target = torch.empty(self._fresh[0], dtype=self.dtype, device=x.device)
+        target = torch.empty(stage.fresh[0], dtype=self.dtype, device=x.device)
         try:
             work, finish = one.start(x, target, self.team, async_op=False)
             if work is not None:
@@ -210,7 +207,7 @@ class Program:
         give_up(x)
         target = stage.allocate(device) if out is None else out
         run = stage.begin(0, x, target, device)
-        work = self._exchange(stage.phases[0], run, sends, device, async_op=True)
+        work = self._exchange(run, sends, device, async_op=True)
         stage.unpack_kept(kept, target)
         yield work
         run.finish()
@@ -250,24 +247,20 @@ class Program:
         work = None
         if self.plan.communicates:
             # nothing else has to be done meanwhile: NCCL then runs on the current stream
-            work = self._exchange(stage.phases[k], run, run.pack(), device, async_op=async_op or run.stays)
+            work = self._exchange(run, run.pack(), device, async_op=async_op or run.stays)
         run.local()
         yield work
         run.finish()
 
-    def _exchange(
-        self, phase: RankPhase, run: PhaseRun, sends: list[Tensor], device: torch.device, *, async_op: bool
-    ) -> Waitable | None:
+    def _exchange(self, run: PhaseRun, sends: list[Tensor], device: torch.device, *, async_op: bool) -> Waitable | None:
         """Start the exchange of a phase; ``sends``: what ``run`` has packed."""
         assert self.team is not None, "plans that communicate have a team"
-        receives = run.make_room()
+        views, receives = run.views, run.make_room()
         if self._separate:
-            incoming, outgoing = dict(zip(run.views.from_, receives)), dict(zip(run.views.to, sends))
+            incoming, outgoing = dict(zip(views.from_, receives)), dict(zip(views.to, sends))
             return self.team.exchange_lists(incoming, outgoing, device, async_op=async_op)
-        sizes = [
-            {message.peer: message.num_elements * self.plan.itemsize for message in messages}
-            for messages in (phase.receives, phase.sends)
-        ]
+        itemsize = self.plan.itemsize
+        sizes = [{peer: count * itemsize for peer, count in of.items()} for of in (views.received, views.sent)]
         return self.team.exchange(receives[0].view(torch.uint8), sends[0].view(torch.uint8), *sizes, async_op=async_op)
 
     def _where(self, what: str) -> str:

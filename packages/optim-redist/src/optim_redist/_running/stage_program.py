@@ -19,7 +19,7 @@ from optim_redist._running.buffers import Buffers
 from optim_redist._running.copies import Copy, copy_together, copy_views
 from optim_redist._running.rank_program import Buffering, Message, PhaseViews, rank_phases
 from optim_redist._running.reduction import Reduction, fill_identity
-from optim_redist._running.views import as_bits, bits_type, form_of, view_of
+from optim_redist._running.views import as_bits, bits_type, dense_strides, form_of, view_of
 from optim_redist.moves import FINISHED, Phase, Which
 from optim_redist.problem import Problem
 
@@ -94,7 +94,11 @@ class PhaseRun:
 
 
 class StageProgram:
-    """One stage on one rank: local shapes, messages of every phase, and the reduction if there is one."""
+    """One stage on one rank: local shapes, messages of every phase, and the reduction if there is one.
+
+    Attributes:
+        fresh: the form of a target that the stage allocates.
+    """
 
     def __init__(
         self,
@@ -117,6 +121,7 @@ class StageProgram:
         self.phases = rank_phases(problem, phases, rank, reducing=reducing, buffering=buffering)
         self.src_shape = _local_shape(src, problem.shape, rank)
         self.dst_shape = _local_shape(dst, problem.shape, rank)
+        self.fresh = None if self.dst_shape is None else (self.dst_shape, dense_strides(self.dst_shape))
         self.reduction = Reduction.of(problem.reduced, dtype) if problem.num_contributions > 1 else None
         self.identity_op = None
         if problem.started and self.dst_shape is not None and rank not in problem.dst_points:
@@ -158,12 +163,12 @@ class StageProgram:
 
     def pack_all(self, src: Tensor | None, device: torch.device) -> tuple[list[Tensor], Tensor]:
         """Copies of what the only phase sends, and of what it keeps; nothing reads the source after that."""
-        like = None if self.dst_shape is None else torch.empty(self.dst_shape, dtype=self.dtype, device="meta")
-        run, stays = self.begin(0, src, like, device), self.phases[0].stays_from
+        phase = self.phases[0]
+        views = phase.views_for(form_of(src), self.fresh or form_of(None))
+        packed = PhaseRun(self, 0, views, src, None, device).pack()
         # what would be sent from where it lies in the source, too
-        sends = [
-            buffer if span.which is None else buffer.clone() for span, buffer in zip(run.views.sends.spans, run.pack())
-        ]
+        sends = [buffer if span.which is None else buffer.clone() for span, buffer in zip(views.sends.spans, packed)]
+        stays = phase.stays_from
         kept = torch.empty(stays.num_elements, dtype=self.bits, device=device)
         copy_together(self.packing(stays, kept, src, None))
         return sends, kept
