@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.arguments import count
 from benchmarks.dist_optimizers import ADAMW, our_optimizer, torch_optimizers
-from benchmarks.model_lists import Shape, gpt2, model_shapes, nanochat, num_elements
+from benchmarks.model_lists import Shape, gpt2, make_tensors, model_shapes, nanochat, num_elements
 from benchmarks.ranks import agreed, end_ranks, start_ranks, synchronize
 from benchmarks.report import Report
 from optim_dist import TritonDistAdamW
@@ -68,9 +68,7 @@ class Bag(nn.Module):
 
     def __init__(self, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        generator = torch.Generator(device=device).manual_seed(0)
-        for number, shape in enumerate(shapes):
-            value = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, 0.02, generator=generator)
+        for number, value in enumerate(make_tensors(shapes, std=0.02, dtype=dtype, device=device)):
             self.register_parameter(f"w{number}", nn.Parameter(value))
 
     def forward(self, gradients: list[Tensor]) -> Tensor:
@@ -365,12 +363,8 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     for mode in options.modes:
         for model in options.models:
             for dtype in options.dtypes:
-                shapes = MODELS[model]
-                generator = torch.Generator(device=device).manual_seed(1 + dist.get_rank())
-                gradients = [
-                    torch.empty(shape, dtype=DTYPES[dtype], device=device).normal_(0.0, 1e-3, generator=generator)
-                    for shape in shapes
-                ]
+                shapes, seed = MODELS[model], 1 + dist.get_rank()
+                gradients = make_tensors(shapes, std=1e-3, dtype=DTYPES[dtype], device=device, seed=seed)
                 job = Job(shapes, DTYPES[dtype], mode, device, gradients)
                 table(job, model, dtype, options, limits, report)
     if dist.get_rank() == 0:
