@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -37,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.arguments import count
 from benchmarks.dist_optimizers import ADAMW, our_optimizer, torch_optimizers
 from benchmarks.model_lists import Shape, gpt2, make_tensors, model_shapes, nanochat, num_elements
-from benchmarks.ranks import agreed, end_ranks, start_ranks, synchronize
+from benchmarks.ranks import agreed, end_ranks, need_ranks, start_ranks, synchronize
 from benchmarks.report import Report
 from optim_dist import TritonDistAdamW
 
@@ -349,9 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     parser.add_argument("--json", help="write the rows to this file")
     options = parser.parse_args(arguments)
     options.deadline = time.monotonic() + options.budget
-    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size < 2:
-        raise SystemExit("a distributed step needs two ranks: torchrun --nproc-per-node 2 -m benchmarks.dist_benchmark")
+    need_ranks("a distributed step", "dist_benchmark")
     device = start_ranks()
     limits = ceilings(device)
     report = Report(

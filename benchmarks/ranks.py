@@ -25,6 +25,13 @@ def start_ranks() -> torch.device:
     return device
 
 
+def need_ranks(what: str, module: str) -> None:
+    """Exit with the command to start ranks, unless there are two at least."""
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size < 2:
+        raise SystemExit(f"{what} needs two ranks: torchrun --nproc-per-node 2 -m benchmarks.{module}")
+
+
 def end_ranks() -> None:
     """End the process group, once no thread of it holds tensors."""
     # Such a thread of gloo takes Python's lock to let go of the last collective's tensors, and aborts a process that

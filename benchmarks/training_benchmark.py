@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -35,7 +34,7 @@ from benchmarks.arguments import count
 from benchmarks.dist_benchmark import DTYPES
 from benchmarks.dist_optimizers import our_optimizer, torch_optimizers
 from benchmarks.gpt.model import GPT, MODELS, next_byte_loss
-from benchmarks.ranks import agreed, end_ranks, start_ranks, synchronize
+from benchmarks.ranks import agreed, end_ranks, need_ranks, start_ranks, synchronize
 from benchmarks.report import Report
 
 CHECKED_STEPS = 5
@@ -235,11 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     if options.steps < 2:
         parser.error(f"--steps has to be 2 or more, as gaps lie between two steps; got {options.steps}")
     deadline = time.monotonic() + options.budget
-    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size < 2:
-        raise SystemExit(
-            "distributed training needs two ranks: torchrun --nproc-per-node 2 -m benchmarks.training_benchmark"
-        )
+    need_ranks("distributed training", "training_benchmark")
     device = start_ranks()
     report = Report(f"A training step on {dist.get_world_size()} ranks", announce=dist.get_rank() == 0)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
