@@ -28,7 +28,7 @@ from torch import Tensor
 
 from benchmarks import timing
 from benchmarks.adamw_peers import HYPERPARAMETERS, PEERS, MakeStep, Params, Step, of_class, peers
-from benchmarks.arguments import count
+from benchmarks.arguments import add_json, count
 from benchmarks.ceilings import ceilings
 from benchmarks.model_lists import MODELS, ONE, Shape, make_parameters, model_shapes, num_elements
 from benchmarks.report import Report
@@ -100,9 +100,7 @@ def main() -> int:
 
 def finish(report: Report, arguments: argparse.Namespace) -> None:
     """Show the rows, and write the files that were asked for."""
-    report.show()
-    if arguments.json:
-        report.save_json(arguments.json)
+    report.publish(arguments.json)
     if arguments.plot:
         time = "graph_ms" if torch.cuda.is_available() else "wall_ms"
         report.save_plot(arguments.plot, value=time, labels=["what"], group="list")
@@ -119,7 +117,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stochastic-rounding", action="store_true")
     parser.add_argument("--max-norm", type=float, help="clip first: ours in the step, others by torch's function")
     parser.add_argument("--peers", default="torch", choices=PEERS)
-    parser.add_argument("--json", help="write rows, machine and versions to this file")
+    add_json(parser)
     parser.add_argument("--plot", help="draw the device times into this file")
     parser.add_argument("--steps", type=count, default=1, help="time at least so many back to back, and at least .1 s")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")

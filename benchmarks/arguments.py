@@ -5,6 +5,11 @@ from __future__ import annotations
 import argparse
 
 
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """The option for a file of the rows."""
+    parser.add_argument("--json", help="write rows, machine and versions to this file")
+
+
 def count(text: str) -> int:
     """A whole number from 1 on: a size, or how many of something."""
     if not text.isdecimal() or int(text) == 0:

@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from benchmarks.arguments import count
+from benchmarks.arguments import add_json, count
 from benchmarks.ranks import end_ranks
 from benchmarks.report import Report
 from optim_dist import TritonDistAdamW, checkpoint
@@ -55,9 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("what was saved in the background does not load bit for bit; no speed is printed")
         return 1
     if dist.get_rank() == 0:
-        report.show()
-        if given.json:
-            report.save_json(given.json)
+        report.publish(given.json)
     end_ranks()
     return 0
 
@@ -69,7 +67,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--folder", help="where to write, on a disk that all ranks share (default: for temporary files)"
     )
-    parser.add_argument("--json", help="write rows, machine and versions to this file")
+    add_json(parser)
     given = parser.parse_args(arguments)
     if given.megabytes % LAYER:
         parser.error(f"--megabytes must be a multiple of {LAYER}, the size of a layer, got {given.megabytes}")

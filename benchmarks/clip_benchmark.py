@@ -22,7 +22,7 @@ import torch
 from benchmarks import adamw_benchmark, timing
 from benchmarks.adamw_benchmark import Case
 from benchmarks.adamw_peers import PEERS
-from benchmarks.arguments import count
+from benchmarks.arguments import add_json, count
 from benchmarks.ceilings import ceilings
 from benchmarks.model_lists import MODELS, ONE, make_parameters, model_shapes, num_elements
 from benchmarks.report import Report
@@ -64,7 +64,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--with-adamw", action="store_true", help="clipping and AdamW together as well")
     parser.add_argument("--max-norm", type=float, default=1.0, help="what --with-adamw clips to")
     parser.add_argument("--peers", default="fused", choices=PEERS, help="what --with-adamw compares with")
-    parser.add_argument("--json", help="write rows, machine and versions to this file")
+    add_json(parser)
     parser.add_argument("--plot", help="draw the device times into this file")
     return parser.parse_args()
 

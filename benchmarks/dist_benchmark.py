@@ -33,7 +33,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.arguments import count
+from benchmarks.arguments import add_json, count
 from benchmarks.dist_optimizers import ADAMW, our_optimizer, torch_optimizers
 from benchmarks.model_lists import Shape, gpt2, make_tensors, model_shapes, nanochat, num_elements
 from benchmarks.ranks import agreed, end_ranks, need_ranks, start_ranks, synchronize
@@ -345,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     parser.add_argument("--iterations", type=count, default=8)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--budget", type=float, default=480.0, help="seconds; what does not fit is left out")
-    parser.add_argument("--json", help="write the rows to this file")
+    add_json(parser)
     options = parser.parse_args(arguments)
     options.deadline = time.monotonic() + options.budget
     need_ranks("a distributed step", "dist_benchmark")
@@ -365,9 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
                 job = Job(shapes, DTYPES[dtype], mode, device, gradients)
                 table(job, model, dtype, options, limits, report)
     if dist.get_rank() == 0:
-        report.show()
-        if options.json:
-            report.save_json(options.json)
+        report.publish(options.json)
     return report
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import timing
-from benchmarks.arguments import count
+from benchmarks.arguments import add_json, count
 from benchmarks.ceilings import ceilings
 from benchmarks.model_lists import MODELS, make_parameters, model_shapes, muon_shapes, num_elements
 from benchmarks.newton_schulz_peers import installed_peers
@@ -65,9 +65,7 @@ def main() -> int:
             report = None
     if report is None:
         return 1
-    report.show()
-    if arguments.json:
-        report.save_json(arguments.json)
+    report.publish(arguments.json)
     if arguments.plot:
         if arguments.model:
             report.save_plot(arguments.plot, value="wall_ms", labels=["what"])
@@ -284,7 +282,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peers", default="builtin", choices=["none", "builtin", "all"], help="all: packages too")
     parser.add_argument("--warmup", type=int, default=2, help="calls before measuring")
     parser.add_argument("--runs", type=count, default=15, help="graph replays, of which the median is taken")
-    parser.add_argument("--json", help="write rows, machine and versions to this file")
+    add_json(parser)
     parser.add_argument("--plot", help="draw the rows into this file")
     arguments = parser.parse_args()
     if arguments.dtype is None:

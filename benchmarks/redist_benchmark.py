@@ -15,10 +15,9 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from benchmarks import redist_planning
-from benchmarks.arguments import count
+from benchmarks.arguments import add_json, count
 from benchmarks.report import Report
 from optim_redist import benchmarking
 from optim_redist.cli import joined_ranks
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=count, default=1000, help="random redistributions of each kind")
     parser.add_argument("--repeats", type=count, default=9)
     parser.add_argument("--ranks", type=count, default=4, help="gloo ranks where torchrun has started none")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    add_json(parser)
     options = parser.parse_args(arguments)
     if "RANK" in os.environ:
         if options.planning:

@@ -2,8 +2,7 @@
 
 report = Report("AdamW step")
 report.add(list="d20", what="ours", ms=1.92, note="graph")
-report.show()                 # heading, table and clocks on stdout
-report.save_json(path)        # the same rows with everything needed to repeat them
+report.publish(path)          # heading, table and clocks on stdout; the same rows in a file, if there is a path
 report.save_plot(path, value="ms", labels=["what"], group="list")
 """
 
@@ -136,6 +135,12 @@ class Report:
         print(f"{self.heading()}\n\n{self.table()}\n", flush=True)
         if now := clocks():
             print(", ".join(f"{key} {value}" for key, value in now.items()), flush=True)
+
+    def publish(self, path: str | Path | None) -> None:
+        """Show the report, and write the rows to a file that was asked for."""
+        self.show()
+        if path:
+            self.save_json(path)
 
     def save_json(self, path: str | Path) -> None:
         """Write the rows with machine, versions, command, date and clocks."""

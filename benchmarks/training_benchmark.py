@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.arguments import count
+from benchmarks.arguments import add_json, count
 from benchmarks.dist_benchmark import DTYPES
 from benchmarks.dist_optimizers import our_optimizer, torch_optimizers
 from benchmarks.gpt.model import GPT, MODELS, next_byte_loss
@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     parser.add_argument("--steps", type=count, default=5, help="of a run, two or more")
     parser.add_argument("--runs", type=count, default=5)
     parser.add_argument("--budget", type=float, default=480.0, help="seconds; what does not fit is left out")
-    parser.add_argument("--json", help="write the rows to this file")
+    add_json(parser)
     options = parser.parse_args(arguments)
     if options.steps < 2:
         parser.error(f"--steps has to be 2 or more, as gaps lie between two steps; got {options.steps}")
@@ -254,9 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     if dist.get_rank() == 0:
-        report.show()
-        if options.json:
-            report.save_json(options.json)
+        report.publish(options.json)
     return report
 
 

@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.arguments import count
+from benchmarks.arguments import add_json, count
 from benchmarks.report import Report
 
 # Cycles: that the host takes to launch all, and that something waits, which is longer.
@@ -55,7 +55,7 @@ def microseconds(kernel: Callable[[], object], streams: Sequence[torch.cuda.Stre
 def main(arguments: Sequence[str] | None = None) -> Report:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--runs", type=count, default=7, help="of which a figure is the median")
-    parser.add_argument("--json", help="write the rows to this file")
+    add_json(parser)
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise SystemExit("streams wait on GPUs alone, and there is none")
@@ -70,9 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
         for num_waiting, behind in ((0, BEHIND[0]), *((1, each) for each in BEHIND), (2, BEHIND[2]), (4, BEHIND[2])):
             times = [microseconds(kernel, streams[:num_waiting], behind) for _ in range(options.runs)]
             report.add(kernel=name, waiting=num_waiting, behind=behind, us=statistics.median(times), least=min(times))
-    report.show()
-    if options.json:
-        report.save_json(options.json)
+    report.publish(options.json)
     return report
 
 
