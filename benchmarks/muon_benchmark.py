@@ -8,8 +8,8 @@
 Shapes are measured in each ``--dtype``, a suite in both 16-bit ones: fp16 is the more accurate, bf16 draws less power,
 which is what limits large products. ``--steps`` counts Newton–Schulz steps, ``--runs`` graph replays. The floor is the
 iteration's flops, symmetric halves counted once, at the rate of a large matrix product, and for a step the bytes of its
-elementwise part at the speed of a copy (`benchmarks.ceilings`). Peers are torch's own ways to write the iteration (as
-``torch.optim.Muon`` does, with cuBLAS's ``addmm``, compiled) and the installed packages of `newton_schulz_peers`.
+elementwise part at the speed of a copy (`benchmarks.ceilings`). Peers are those of `newton_schulz_peers`: torch's own
+ways to write the iteration (as ``torch.optim.Muon`` does, with cuBLAS's ``addmm``, compiled), and installed packages.
 Without a GPU plain torch runs, small.
 """
 
@@ -29,7 +29,7 @@ from benchmarks import timing
 from benchmarks.arguments import add_json, count
 from benchmarks.ceilings import ceilings
 from benchmarks.model_lists import MODELS, make_parameters, model_shapes, muon_shapes, num_elements
-from benchmarks.newton_schulz_peers import installed_peers
+from benchmarks.newton_schulz_peers import peers_of
 from benchmarks.report import Report
 from optim_kernels import NSConfig, TritonMuon, TritonMuonAdamW, newton_schulz, reference
 
@@ -136,18 +136,6 @@ def our_iteration(config: NSConfig, compute_dtype: torch.dtype | None) -> Callab
     return ours
 
 
-def peers_of(config: NSConfig, wanted: str, device: str) -> dict[str, Callable[[Tensor], object]]:
-    """What ours is compared with, by name: plain torch's ways, and packages that are installed."""
-    peers: dict[str, Callable[[Tensor], object]] = {}
-    if wanted != "none":
-        peers = {"built-in": lambda x: torch_built_in(x, config), "addmm": lambda x: torch_addmm(x, config)}
-        if device == "cuda":
-            peers["torch.compile"] = torch.compile(lambda x: torch_built_in(x, config), dynamic=False)
-    if device == "cuda" and wanted == "all":
-        peers |= installed_peers()
-    return peers
-
-
 def time_calls(calls: Sequence[Callable[[], object]], arguments: argparse.Namespace, device: str) -> dict[str, float]:
     """A call's time by graph replay, back to back, and, of one shape, of single calls after a flush of L2.
 
@@ -163,28 +151,6 @@ def time_calls(calls: Sequence[Callable[[], object]], arguments: argparse.Namesp
     if not arguments.suite:
         timers["flushed_ms"] = partial(timing.flushed_ms, calls[0])
     return timing.alternate(timers) | {"sustained_ms": timing.sustained_ms(graph, num_calls)}
-
-
-def torch_built_in(x: Tensor, config: NSConfig) -> Tensor:
-    """The iteration as torch.optim.Muon writes it, on batches too: dense products, no use of symmetry."""
-    y = x.mT if x.shape[-2] > x.shape[-1] else x
-    y = (y.float() / y.float().norm(dim=(-2, -1), keepdim=True)).to(x.dtype)
-    for a, b, c in config.triples:
-        gram = y @ y.mT
-        s = b * gram + c * (gram @ gram)
-        y = a * y + s @ y
-    return y.mT if x.shape[-2] > x.shape[-1] else y
-
-
-def torch_addmm(x: Tensor, config: NSConfig) -> Tensor:
-    """The iteration with the additions inside dense products, as cuBLAS offers them."""
-    y = x.mT if x.shape[-2] > x.shape[-1] else x
-    y = (y.float() / y.float().norm(dim=(-2, -1), keepdim=True)).to(x.dtype)
-    add = torch.addmm if y.ndim == 2 else torch.baddbmm
-    for a, b, c in config.triples:
-        gram = y @ y.mT
-        y = add(y, add(gram, gram, gram, beta=b, alpha=c), y, beta=a)
-    return y.mT if x.shape[-2] > x.shape[-1] else y
 
 
 def relative_error(result: Tensor, x: Tensor, config: NSConfig) -> float:

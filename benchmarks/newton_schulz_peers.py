@@ -1,7 +1,7 @@
-"""Newton–Schulz of other packages, those that are installed: a function of one name each, on a matrix or a batch.
+"""Newton–Schulz by others: torch's own ways to write it, and packages that are installed, on a matrix or a batch.
 
-Each takes ``x`` [..., M, N] in fp16 or bf16 and runs five steps with its own kernels. Coefficients and the method are
-those that the package runs fastest; all cost the same products.
+Each takes ``x`` [..., M, N] in fp16 or bf16. torch's ways run the iteration that ours does. A package runs five steps
+with its own kernels, with the coefficients and the method that it runs fastest; all cost the same products.
 """
 
 from __future__ import annotations
@@ -13,10 +13,46 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from optim_kernels import NSConfig
+
 Iteration = Callable[[Tensor], Tensor]
 
 STEPS = 5
 KELLER = (3.4445, -4.7750, 2.0315)
+
+
+def peers_of(config: NSConfig, wanted: str, device: str) -> dict[str, Iteration]:
+    """What ours is compared with, by name: plain torch's ways, and packages that are installed."""
+    peers: dict[str, Iteration] = {}
+    if wanted != "none":
+        peers = {"built-in": lambda x: torch_built_in(x, config), "addmm": lambda x: torch_addmm(x, config)}
+        if device == "cuda":
+            peers["torch.compile"] = torch.compile(lambda x: torch_built_in(x, config), dynamic=False)
+    if device == "cuda" and wanted == "all":
+        peers |= installed_peers()
+    return peers
+
+
+def torch_built_in(x: Tensor, config: NSConfig) -> Tensor:
+    """The iteration as torch.optim.Muon writes it, on batches too: dense products, no use of symmetry."""
+    y = x.mT if x.shape[-2] > x.shape[-1] else x
+    y = (y.float() / y.float().norm(dim=(-2, -1), keepdim=True)).to(x.dtype)
+    for a, b, c in config.triples:
+        gram = y @ y.mT
+        s = b * gram + c * (gram @ gram)
+        y = a * y + s @ y
+    return y.mT if x.shape[-2] > x.shape[-1] else y
+
+
+def torch_addmm(x: Tensor, config: NSConfig) -> Tensor:
+    """The iteration with the additions inside dense products, as cuBLAS offers them."""
+    y = x.mT if x.shape[-2] > x.shape[-1] else x
+    y = (y.float() / y.float().norm(dim=(-2, -1), keepdim=True)).to(x.dtype)
+    add = torch.addmm if y.ndim == 2 else torch.baddbmm
+    for a, b, c in config.triples:
+        gram = y @ y.mT
+        y = add(y, add(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    return y.mT if x.shape[-2] > x.shape[-1] else y
 
 
 def installed_peers() -> dict[str, Iteration]:
