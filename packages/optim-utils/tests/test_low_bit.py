@@ -560,6 +560,32 @@ def test_what_is_no_tensor_of_the_kind_is_refused() -> None:
             function(torch.ones(3))  # type: ignore[operator]
     with pytest.raises(TypeError, match="from_plain takes the dict that to_plain makes, got a Tensor"):
         from_plain(torch.ones(3))  # type: ignore[arg-type]
+    q = quantize(torch.ones(3), INT8)
+    with pytest.raises(TypeError, match="fmt has to be a LowBitFormat, such as INT8, got a dtype"):
+        from_plain(to_plain(q), torch.int8)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="fmt has to be a LowBitFormat, such as INT8, got a str"):
+        LowBitTensor(*q.parts, "INT8", (3,))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="out must be a plain tensor, as the codes of t are, got a list"):
+        dequantize(q, out=[0.0] * 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="block_size of aligned_bounds must be an integer, got a float"):
+        aligned_bounds(8, 2, 1.5)  # type: ignore[arg-type]
+
+
+def test_quantize_into_writes_nothing_but_the_codes_of_a_dense_real_tensor() -> None:
+    codes, scale, x = torch.full((3,), 7, dtype=torch.uint8), torch.full((1,), 7.0), torch.ones(3)
+    with pytest.raises(TypeError, match=r"scale must be a torch\.float32 tensor of shape \(1,\), got a NoneType"):
+        quantize_into(codes, None, x, INT8)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"codes must be a torch\.uint8 tensor of shape \(3,\), got a list"):
+        quantize_into([7, 7, 7], scale, x, INT8)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="quantize_into takes a tensor x, got a list"):
+        quantize_into(codes, scale, [1.0] * 3, INT8)  # type: ignore[arg-type]
+    for wrong in (torch.ones(3, dtype=torch.complex64), x.to_sparse()):
+        with pytest.raises(TypeError, match=r"dense real tensor, got torch\.(complex64|float32) in layout .* \(3,\)"):
+            quantize_into(codes, scale, wrong, INT8)
+    with pytest.raises(ValueError, match=r"^int codes have no offset, got one$"):
+        quantize_into(codes, scale, x, INT8, offset=torch.zeros(1))
+    assert codes.tolist() == [7, 7, 7]
+    assert scale.item() == 7
 
 
 def test_roots_are_the_nearest_on_every_machine() -> None:

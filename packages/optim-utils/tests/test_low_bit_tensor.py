@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -327,6 +328,14 @@ def test_a_split_into_parts_of_nothing_is_refused() -> None:
         example(INT8).split(0)
 
 
+@pytest.mark.parametrize("shape", [(4, 8), ()], ids=str)
+def test_a_cut_of_a_dimension_that_is_not_there_is_refused(shape: tuple[int, ...]) -> None:
+    q = quantize(torch.ones(shape), INT8)
+    for cut in (lambda: q.split(2, dim=2), lambda: q.split([2, 2], dim=2), lambda: torch.ops.aten.slice(q, 2, 0, 1)):
+        with pytest.raises(IndexError, match=re.escape(f"a LowBitTensor of shape {shape} has no dimension 2 to cut")):
+            cut()
+
+
 def test_what_torch_optimizers_do_to_states_keeps_codes_but_is_noticed_in_plain_forms() -> None:
     """``Optimizer.load_state_dict`` casts floating state to the parameter's dtype."""
     parameter = torch.nn.Parameter(torch.randn(6, 12).bfloat16())
@@ -402,6 +411,11 @@ def dtensor_rank(rank: int, world_size: int) -> None:
             quantize(wrong, SHARDED[0])
     with pytest.raises(TypeError, match="codes that are DTensors are made from a DTensor, got a Tensor"):
         rows.copy_(numbers(3))
+    for wrong in (uneven, rows):
+        with pytest.raises(TypeError, match="codes that are plain tensors are made from a plain tensor, got a DTensor"):
+            quantize(numbers(3), SHARDED[1]).copy_(wrong)
+    with pytest.raises(TypeError, match="out must be a DTensor, as the codes of t are, got a Tensor"):
+        dequantize(rows, out=torch.empty(3, 24))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ from optim_utils._low_bit.formats import (
     QUINTIC8_UNSIGNED,
     UINT8_AFFINE,
     LowBitFormat,
+    check_format,
     non_negative_int,
 )
 from optim_utils._low_bit.tensor import DTYPES, LowBitTensor, check_dtype, encode_tensor
@@ -113,8 +115,7 @@ def quantize(
         ValueError: for a seed or generator without ``stochastic``; if a replicated DTensor is rounded at random without
             either, as its replicas would not stay alike; for what ``validate`` refuses.
     """
-    if not isinstance(fmt, LowBitFormat):
-        raise TypeError(f"fmt has to be a LowBitFormat, such as INT8, got {fmt!r}")
+    check_format(fmt)
     fmt = fmt.specialized()
     _check_input(x, fmt, validate)
     dtype = dtype or (torch.float32 if x.dtype == torch.float64 else x.dtype)
@@ -160,8 +161,11 @@ def quantize_into(codes: Tensor, scale: Tensor, x: Tensor, fmt: LowBitFormat, *,
     """Fill ``codes`` and ``scale`` (affine formats: ``offset`` too) with those of x.
 
     Raises:
+        TypeError: if one of them or x is no tensor, or x is complex or not dense.
         ValueError: if they have other dtypes or shapes than those of a `LowBitTensor` of this format and of x's shape.
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"quantize_into takes a tensor x, got a {type(x).__name__}")
     target = LowBitTensor(codes, scale, offset, fmt, x.shape)
     target.copy_(x.detach())
 
@@ -170,12 +174,15 @@ def dequantize(t: LowBitTensor, dtype: torch.dtype | None = None, *, out: Tensor
     """The numbers of t in ``dtype`` (by default that of t), or written into ``out``, of any dtype.
 
     Raises:
-        TypeError: if t is not quantized.
+        TypeError: if t is not quantized, or ``out`` is no tensor of its kind: a DTensor if the codes of t are.
         ValueError: if ``out`` has another shape, or another dtype than a given ``dtype``.
     """
     _check_low_bit(t, "dequantize")
     if out is None:
         return t.dequantize(dtype)
+    if not isinstance(out, Tensor) or is_dtensor(out) != is_dtensor(t.codes):
+        kind = "DTensor" if is_dtensor(t.codes) else "plain tensor"
+        raise TypeError(f"out must be a {kind}, as the codes of t are, got a {type(out).__name__}")
     if out.shape != t.shape or (dtype is not None and out.dtype != dtype):
         raise ValueError(
             f"out must be {dtype or 'a tensor'} of shape {tuple(t.shape)}, got {out.dtype} {tuple(out.shape)}"
@@ -207,7 +214,7 @@ def from_plain(plain: dict[str, Any], fmt: LowBitFormat | None = None) -> LowBit
     """The tensor whose plain form this is, sharing its memory.
 
     Raises:
-        TypeError: if it is no dict.
+        TypeError: if it is no dict, or ``fmt`` no format.
         ValueError: if it is not of format ``fmt`` (when given), or if codes or scales were cast or reshaped.
     """
     if not isinstance(plain, Mapping):
@@ -225,6 +232,8 @@ def from_plain(plain: dict[str, Any], fmt: LowBitFormat | None = None) -> LowBit
     if not isinstance(ints, Mapping):
         raise ValueError(f"format of a plain form must be a dict of ints, found a {type(ints).__name__}")
     found = LowBitFormat.from_ints(ints)
+    if fmt is not None:
+        check_format(fmt)
     if fmt is not None and found != fmt:
         expected, saved = fmt.to_ints(), found.to_ints()
         differ = ", ".join(
@@ -246,6 +255,9 @@ def aligned_bounds(numel: int, parts: int, block_size: int) -> tuple[tuple[int, 
 
     The ranges differ by at most one block; with fewer blocks than parts the last ones are empty.
     """
+    for name, value in (("numel", numel), ("parts", parts), ("block_size", block_size)):
+        if not isinstance(value, Integral):
+            raise TypeError(f"{name} of aligned_bounds must be an integer, got a {type(value).__name__}")
     if numel < 0 or parts < 1 or block_size < 1:
         raise ValueError(
             f"aligned_bounds takes numel >= 0, parts >= 1, block_size >= 1, got {numel}, {parts}, {block_size}"

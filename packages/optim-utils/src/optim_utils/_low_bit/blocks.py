@@ -71,9 +71,10 @@ def codes_shape(shape: Sequence[int], fmt: LowBitFormat) -> tuple[int, ...]:
 
 
 def check_blocks(blocks: Blocks, fmt: LowBitFormat, shape: Sequence[int]) -> None:
-    """Raise ValueError unless the parts have the dtypes and shapes of a tensor of this format and shape."""
+    """Raise TypeError or ValueError unless the parts are tensors of this format's dtypes and of this shape's shapes."""
     if (blocks.offset is not None) != fmt.has_offset:
-        raise ValueError(f"{fmt.code} codes {'need an' if fmt.has_offset else 'have no'} offset, got {blocks.offset!r}")
+        need = "need an offset, got none" if fmt.has_offset else "have no offset, got one"
+        raise ValueError(f"{fmt.code} codes {need}")
     shape_of_scale = scale_shape(shape, fmt)
     expected = {
         "codes": (blocks.codes, torch.uint8, codes_shape(shape, fmt)),
@@ -81,8 +82,10 @@ def check_blocks(blocks: Blocks, fmt: LowBitFormat, shape: Sequence[int]) -> Non
         "offset": (blocks.offset, fmt.scale_dtype, shape_of_scale),
     }
     for name, (tensor, dtype, size) in expected.items():
-        if tensor is None:
+        if name == "offset" and tensor is None:
             continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a {dtype} tensor of shape {size}, got a {type(tensor).__name__}")
         if tensor.dtype != dtype:
             raise ValueError(
                 f"{name} of a {fmt.code} format must be {dtype}, found {tensor.dtype}: something cast them, as "

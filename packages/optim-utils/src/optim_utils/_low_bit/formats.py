@@ -168,6 +168,12 @@ class LowBitFormat:
             raise ValueError(f"not the ints of a LowBitFormat: {ints!r} ({error})") from error
 
 
+def check_format(fmt: object) -> None:
+    """Raise TypeError unless ``fmt`` is a format."""
+    if not isinstance(fmt, LowBitFormat):
+        raise TypeError(f"fmt has to be a LowBitFormat, such as INT8, got a {type(fmt).__name__}")
+
+
 def non_negative_int(value: Any) -> int:
     """``value``, or TypeError unless it is a non-negative int of 64 bits: a checkpoint may hold anything."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from optim_utils._dtensors import is_dtensor
 from optim_utils._low_bit.blocks import Blocks, check_blocks, decode_blocks, encode_blocks
 from optim_utils._low_bit.cuts import cut_blocks
-from optim_utils._low_bit.formats import LowBitFormat
+from optim_utils._low_bit.formats import LowBitFormat, check_format
 
 __all__ = ["LowBitTensor"]
 
@@ -67,6 +67,7 @@ class LowBitTensor(Tensor):
         dtype: torch.dtype = torch.float32,
     ) -> LowBitTensor:
         check_dtype(dtype)
+        check_format(fmt)
         check_blocks(Blocks(codes, scale, offset), fmt, shape)
         return torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=codes.device, requires_grad=False
@@ -292,9 +293,11 @@ def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
         )
     if target.shape != source.shape:
         raise ValueError(f"copy_ takes the same shape: {tuple(target.shape)}, got {tuple(source.shape)}")
+    given = source.codes if isinstance(source, LowBitTensor) else source
+    if is_dtensor(target.codes) != is_dtensor(given):
+        kind = "DTensor" if is_dtensor(target.codes) else "plain tensor"
+        raise TypeError(f"codes that are {kind}s are made from a {kind}, got a {type(given).__name__}")
     if not isinstance(source, LowBitTensor):
-        if is_dtensor(target.codes) and not is_dtensor(source):
-            raise TypeError(f"codes that are DTensors are made from a DTensor, got a {type(source).__name__}")
         source = LowBitTensor(*encode_tensor(source, target.fmt), target.fmt, source.shape, target.dtype)
     elif source.fmt != target.fmt:
         raise NotImplementedError(
@@ -308,6 +311,10 @@ def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
 
 def encode_tensor(x: Tensor, fmt: LowBitFormat, *, uniform: Tensor | None = None) -> Blocks:
     """The blocks of x, DTensors if x is one; ``uniform`` is for this rank's part, see `encode_blocks`."""
+    if x.layout != torch.strided or x.is_complex():
+        raise TypeError(
+            f"codes are made from a dense real tensor, got {x.dtype} in layout {x.layout} of shape {tuple(x.shape)}"
+        )
     if not is_dtensor(x):
         return encode_blocks(x, fmt, uniform=uniform)
     from optim_utils._low_bit.sharded import encode_sharded
@@ -319,28 +326,37 @@ def encode_tensor(x: Tensor, fmt: LowBitFormat, *, uniform: Tensor | None = None
 def _slice(
     x: LowBitTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> LowBitTensor:
-    size = x.shape[dim]
-    begin, stop, stride = slice(start, end, step).indices(size)
+    dim = _checked_dim(x, dim)
+    begin, stop, stride = slice(start, end, step).indices(x.shape[dim])
     if stride != 1:
         raise NotImplementedError(f"a LowBitTensor of shape {tuple(x.shape)} is cut with step 1 only, got {step}")
-    return _cut(x, dim % x.dim(), begin, max(begin, stop))
+    return _cut(x, dim, begin, max(begin, stop))
 
 
 @_aliasing
 def _split(x: LowBitTensor, size: int, dim: int = 0) -> list[LowBitTensor]:
+    dim = _checked_dim(x, dim)
     total = x.shape[dim]
     if total and not size:
         raise ValueError(f"split takes a size of at least 1 for the {total} elements of dimension {dim}, got 0")
     starts = range(0, max(total, 1), max(size, 1))
-    return [_cut(x, dim % x.dim(), start, min(start + size, total)) for start in starts]
+    return [_cut(x, dim, start, min(start + size, total)) for start in starts]
 
 
 @_aliasing
 def _split_with_sizes(x: LowBitTensor, sizes: Sequence[int], dim: int = 0) -> list[LowBitTensor]:
+    dim = _checked_dim(x, dim)
     if sum(sizes) != x.shape[dim]:
         raise ValueError(f"sizes {list(sizes)} must add up to {x.shape[dim]}, the size of dimension {dim}")
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [_cut(x, dim % x.dim(), start, start + size) for start, size in zip(starts, sizes)]
+    return [_cut(x, dim, start, start + size) for start, size in zip(starts, sizes)]
+
+
+def _checked_dim(x: LowBitTensor, dim: int) -> int:
+    """``dim`` counted from the front."""
+    if not -x.dim() <= dim < x.dim():
+        raise IndexError(f"a LowBitTensor of shape {tuple(x.shape)} has no dimension {dim} to cut")
+    return dim % x.dim()
 
 
 def _cut(x: LowBitTensor, dim: int, start: int, stop: int) -> LowBitTensor:
