@@ -109,6 +109,13 @@ def test_groups_refuse_reserved_options():
         table.param_groups(head={"kind": "muon"})
 
 
+def test_only_destinations_that_there_are_have_routes():
+    table = route_parameters(gpt2(4, 1, 8))
+    assert len(table.to("muon")) + len(table.to("adamw")) + len(table.to("frozen")) == len(table)
+    with pytest.raises(ValueError, match="kind has to be one of muon, adamw, frozen, got 'Muon'"):
+        table.to("Muon")
+
+
 def test_the_table_shows_every_parameter_and_totals():
     table = route_parameters(gpt2(4, 1, 8), [Rule("*.c_fc.weight", to="adamw")])
     header, *lines = str(table).splitlines()

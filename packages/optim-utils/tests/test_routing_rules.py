@@ -199,6 +199,16 @@ def test_wrong_rules(options, message):
 def test_rules_of_a_wrong_type():
     with pytest.raises(TypeError, match="pattern has to be a string, got a int"):
         Rule(3)
+    with pytest.raises(TypeError, match="pattern has to be a string, got a NoneType"):
+        Rule(None, to="adamw")
+    # whoever writes a number may mean how many matrices there are, or along which dimension they lie
+    with pytest.raises(TypeError, match=r"Rule\('\*', batched=8\): batched has to be True or False"):
+        Rule("*", batched=8)
+    with pytest.raises(TypeError, match=r"Rule\('\*', transposed='no'\): transposed has to be True or False"):
+        Rule("*", transposed="no")
+    for wrong in (0.5, True, "rows"):
+        with pytest.raises(TypeError, match="split_dim has to be an integer"):
+            Rule("*", split=2, split_dim=wrong)
     with pytest.raises(TypeError, match="options has to be a mapping, got a list"):
         Rule("*", options=[("lr", 1.0)])
     model = nested({"a": nn.Linear(3, 2)})

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -103,6 +103,8 @@ class RouteTable(Sequence[Route]):
 
     def to(self, kind: Kind) -> tuple[Route, ...]:
         """The routes to ``kind``."""
+        if kind not in get_args(Kind):
+            raise ValueError(f"kind has to be one of {', '.join(get_args(Kind))}, got {kind!r}")
         return tuple(route for route in self.routes if route.kind == kind)
 
     def param_groups(

@@ -52,7 +52,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str):
-            raise TypeError(f"{self}: pattern has to be a string, got a {type(self.pattern).__name__}")
+            raise TypeError(f"Rule: pattern has to be a string, got a {type(self.pattern).__name__}")
         if self.to is not None and self.to not in get_args(Kind):
             raise ValueError(f"{self}: to has to be one of {', '.join(get_args(Kind))}")
         if self.role is not None and self.role not in get_args(Role):
@@ -65,6 +65,11 @@ class Rule:
             raise ValueError(
                 f"{self}: split, split_dim, num_heads, batched and transposed speak of matrices, which only Muon sees"
             )
+        for name in ("batched", "transposed"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise TypeError(f"{self}: {name} has to be True or False")
+        if isinstance(self.split_dim, bool) or not isinstance(self.split_dim, int | None):
+            raise TypeError(f"{self}: split_dim has to be an integer")
         for name in ("split", "num_heads"):
             _check_sizes(f"{self}: {name}", getattr(self, name))
         if not isinstance(self.options, Mapping | None):
