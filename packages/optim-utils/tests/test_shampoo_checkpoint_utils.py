@@ -121,6 +121,24 @@ def test_unflatten_names_both_of_two_keys_in_conflict(first, second, leaf):
         assert key in str(error.value)
 
 
+@pytest.mark.parametrize("path", [(), "ab", 3], ids=str)
+def test_from_dotted_refuses_what_is_no_path(path):
+    with pytest.raises(ValueError, match=f"path of the name 'a' has to be a tuple of at least one key, got {path!r}"):
+        from_dotted({"a": 1}, {"a": path})
+
+
+def test_what_is_no_dict_is_refused_by_name():
+    for function in (unflatten, lambda wrong: from_dotted(wrong, {}), lambda wrong: from_dotted({"a": 1}, wrong)):
+        with pytest.raises(TypeError, match="expected a dict, got list"):
+            function([("a", 1)])
+    with pytest.raises(TypeError, match="input_dict has to be a dict or an OptimizerModule, got a list"):
+        extract_state_dict_content([OptimizerModule()])
+    for current in (5, [torch.zeros(1)], None):
+        with pytest.raises(TypeError, match=r"has to be a dict or an OptimizerModule, got a (int|list|NoneType)$"):
+            update_param_state_dict_object(current, {"a": 1})
+    assert update_param_state_dict_object(OptimizerModule(), {}).ok
+
+
 def test_unflatten_refuses_gaps_in_a_sequence():
     with pytest.raises(ValueError, match="gaps"):
         unflatten({'["a", ["l", 1]]': 1})

@@ -37,10 +37,13 @@ def extract_state_dict_content(input_dict: Any) -> dict[Any, Any]:
     Everything else is the same object; lists are not entered.
 
     Raises:
+        TypeError: for what is neither a dict nor an `OptimizerModule`.
         ValueError: for a dict that contains itself.
     """
     if isinstance(input_dict, OptimizerModule):
         return input_dict.state_dict()
+    if not isinstance(input_dict, dict):
+        raise TypeError(f"input_dict has to be a dict or an OptimizerModule, got a {type(input_dict).__name__}")
     result: dict[Any, Any] = {}
     waiting: list[tuple[dict[Any, Any], dict[Any, Any] | None]] = [(input_dict, result)]
     entered: set[int] = set()
@@ -87,7 +90,13 @@ def update_param_state_dict_object(
         KeyError: for a key that is not in the loaded state, unless ``enable_missing_key_check`` is off: then it is
             skipped with a warning. A container with nothing to fill is never missing.
         StateLoadError: for a value that does not fit.
+        TypeError: if the current state is neither a dict nor an `OptimizerModule`, so that nothing in it could change.
     """
+    if not isinstance(current_param_state_dict, dict | OptimizerModule):
+        raise TypeError(
+            "current_param_state_dict has to be a dict or an OptimizerModule, got a "
+            f"{type(current_param_state_dict).__name__}"
+        )
     plan = UpdatePlan()
     plan.add(current_param_state_dict, param_state_dict_to_load, ())
     texts = [f"Key {key} not found in state dict to load." for key in plan.missing_keys]

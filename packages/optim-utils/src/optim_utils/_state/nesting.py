@@ -41,6 +41,7 @@ def unflatten(flattened_dict: Mapping[str, Any]) -> dict[Any, Any]:
     Raises:
         ValueError: for a key that is no path, and for two keys of which one leads through the leaf of the other.
     """
+    _check_mapping(flattened_dict)
     nested = _Nested()
     for key, leaf in flattened_dict.items():
         nested.insert(decode_path(key), leaf, key)
@@ -68,14 +69,25 @@ def from_dotted(dotted: Mapping[str, Any], mapping: Mapping[str, tuple[Any, ...]
     """The nested dict that `to_dotted` made ``dotted`` and ``mapping`` from.
 
     Raises:
-        ValueError: for a name that the mapping does not have.
+        ValueError: for a name of which the mapping has no path.
     """
+    _check_mapping(dotted)
+    _check_mapping(mapping)
     nested = _Nested()
     for name, leaf in dotted.items():
         if name not in mapping:
             raise ValueError(f"the mapping has no path for the name {name!r}")
-        nested.insert(list(mapping[name]), leaf, name)
+        path = mapping[name]
+        # JSON makes lists of tuples; a string would be taken for one key per letter
+        if not isinstance(path, tuple | list) or not path:
+            raise ValueError(f"the path of the name {name!r} has to be a tuple of at least one key, got {path!r}")
+        nested.insert(list(path), leaf, name)
     return nested.finish()
+
+
+def _check_mapping(value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"expected a dict, got {type(value).__name__}")
 
 
 def _leaves(root: Mapping[Any, Any], sequences: bool) -> Iterator[tuple[list[Any], list[str], Any]]:
