@@ -250,9 +250,7 @@ def groups_that_only_some_ranks_are_in(rank, world_size):
     dist.new_group([1])
     few = dist.new_group([0, 1])
     if rank < 2:
-        of_few = TritonDistAdamW(
-            [("w", nn.Parameter(torch.ones(7, device=device_of(rank))))], process_group=few, timeout=60
-        )
+        of_few = _steps_with_another(rank, few)
     found = torch.ones(1, device=device_of(rank))
     dist.all_reduce(found, group=dist.new_group([0, 1, 2]))
     assert found.item() == 3
@@ -269,6 +267,18 @@ def groups_that_only_some_ranks_are_in(rank, world_size):
     assert_same(values(net), values(twin))
     if rank < 2:
         of_few.close()
+
+
+def _steps_with_another(rank, group):
+    """An optimizer of ranks 0 and 1 that has stepped as torch's does with the mean of their gradients."""
+    mine, alone = (nn.Parameter(torch.ones(7, device=device_of(rank))) for _ in range(2))
+    optimizer = TritonDistAdamW([("w", mine)], process_group=group, timeout=60)
+    mine.grad, alone.grad = torch.full_like(mine, rank + 1.0), torch.full_like(alone, 1.5)
+    optimizer.step()
+    optimizer.wait()
+    torch.optim.AdamW([alone]).step()
+    torch.testing.assert_close(mine, alone, rtol=1e-6, atol=0.0)
+    return optimizer
 
 
 @scenario(3)
