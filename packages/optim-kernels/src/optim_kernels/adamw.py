@@ -17,12 +17,15 @@ from torch.optim.optimizer import ParamsT
 from optim_kernels._dtensors import gradients_of
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl
-from optim_kernels._optimizers.adamw_paths import EXPLAIN_HEADER, explain_row, step_device, why_not_kernels
-from optim_kernels._optimizers.adamw_state import (
+from optim_kernels._optimizers.adamw_options import (
     StateDtype,
+    check_adamw_scalars,
     check_formats,
     check_storage,
     check_update,
+)
+from optim_kernels._optimizers.adamw_paths import EXPLAIN_HEADER, explain_row, step_device, why_not_kernels
+from optim_kernels._optimizers.adamw_state import (
     converted_state,
     laid_out,
     plain_state,
@@ -43,7 +46,7 @@ from optim_kernels._optimizers.stepping import (
     without_gradients,
 )
 from optim_kernels._optimizers.storage import MasterWeights, check_dtype, drop_other_masters, missing_master
-from optim_kernels._options import check_adamw_scalars, check_scalars
+from optim_kernels._options import check_scalars
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import is_capturing
 

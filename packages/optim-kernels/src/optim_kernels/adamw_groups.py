@@ -8,7 +8,8 @@ and, for whatever makes tensors that are written to later, `out_of_inference_mod
 """
 
 from optim_kernels._optimizers.adamw_codes import has_codes
-from optim_kernels._optimizers.adamw_state import StateDtype, check_group, init_state
+from optim_kernels._optimizers.adamw_options import StateDtype, check_group
+from optim_kernels._optimizers.adamw_state import init_state
 from optim_kernels._optimizers.adamw_step import AdamWStep
 from optim_kernels._optimizers.base import ELEMENTWISE_KEYS
 from optim_kernels._optimizers.followed_writes import FollowedWrites, can_be_followed

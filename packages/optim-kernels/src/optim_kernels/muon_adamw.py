@@ -20,6 +20,7 @@ from optim_kernels._dtensors import gradients_of, local
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizers import nanochat_checkpoints as nanochat
+from optim_kernels._optimizers.adamw_options import check_adamw_ranges, check_adamw_scalars
 from optim_kernels._optimizers.adamw_paths import NOT_YET_THERE, why_not_stored
 from optim_kernels._optimizers.adamw_state import NEEDED, laid_out
 from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
@@ -38,7 +39,7 @@ from optim_kernels._optimizers.stepping import (
     without_gradients,
 )
 from optim_kernels._optimizers.storage import check_dtype, drop_other_masters, new_count
-from optim_kernels._options import check_adamw_ranges, check_adamw_scalars, check_switches
+from optim_kernels._options import check_switches
 from optim_kernels.functional import adamw_
 from optim_kernels.functional._muon_workspace import workspace_for
 from optim_kernels.multi_tensor import is_capturing

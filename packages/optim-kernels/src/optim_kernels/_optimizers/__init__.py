@@ -7,7 +7,7 @@ What is where:
     inference                                 calls under ``torch.inference_mode()``
     kinds plain_options                       groups of both kinds, and as a state dict holds them
     storage followed_writes                   dtypes of parameters, masters, step counts; masters that follow writes
-    adamw_state adamw_codes                   AdamW's states and their 8-bit codes
+    adamw_options adamw_state adamw_codes     AdamW's options, states and their 8-bit codes
     adamw_paths adamw_step adamw_torch        what updates a parameter; by the kernels; by torch
     muon_base muon_options muon_entries       what Muon's classes share, their options, and matrices
     muon_planner muon_steady muon_explain     its step, recognising one like the one before, and what is said of it

@@ -11,81 +11,28 @@ States are loaded from torch's AdamW or from any of these formats into any other
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import is_dtensor
 from optim_kernels._optimizers.adamw_codes import FORMATS, encoded, has_codes
+from optim_kernels._optimizers.adamw_options import StateDtype
 from optim_kernels._optimizers.storage import (
     MASTERS,
-    MOMENT_DTYPES,
     OWN_MASTER,
-    MasterWeights,
-    check_master,
-    check_master_weights,
     drop_other_masters,
     masters_to_keep,
     missing_master,
     new_count,
 )
-from optim_kernels._options import check_adamw_ranges, check_adamw_scalars, check_seed, check_switches
 from optim_kernels.functional._adamw_tensor import same_layout, stored_dtype
 from optim_utils.low_bit import LowBitTensor, from_plain, quantize, to_plain
 
-StateDtype = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | Literal["int8"] | None
-
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 NEEDED = ("step", "exp_avg", "exp_avg_sq")
-_SWITCHES = ("amsgrad", "maximize", "stochastic_rounding")
-
-
-def check_group(group: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Refuse options that torch.optim.AdamW refuses, and storage that parameters cannot have; waits for no device.
-
-    Args:
-        group: options that it leaves out are at their defaults, but for torch's numbers.
-        names: of the group's parameters, for errors.
-
-    Raises:
-        TypeError: something else in place of a number.
-        ValueError: a number out of its range, another value than the option has, or a parameter that it is not for.
-    """
-    check_adamw_scalars(group)
-    check_adamw_ranges(group, of_tensors=False)
-    check_update(group)
-    state_dtype, master_weights = group.get("state_dtype"), group.get("master_weights")
-    check_formats(state_dtype, master_weights)
-    for param, name in zip(group["params"], names, strict=True):
-        check_storage(param, name, state_dtype, master_weights)
-
-
-def check_update(group: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for options of the update that are neither True nor False, and for a seed that is none."""
-    check_switches(**{option: group[option] for option in _SWITCHES if option in group})
-    check_seed(group.get("seed", 0))
-
-
-def check_formats(state_dtype: Any, master_weights: Any) -> None:
-    """Raise ``ValueError`` unless these name formats."""
-    pair = state_dtype if isinstance(state_dtype, tuple) else (state_dtype, state_dtype)
-    if state_dtype != "int8" and (len(pair) != 2 or not all(dtype in (None, *MOMENT_DTYPES) for dtype in pair)):
-        raise ValueError(
-            f"state_dtype must be None, one of {MOMENT_DTYPES}, a tuple of two such or 'int8', got {state_dtype!r}"
-        )
-    check_master_weights(master_weights)
-
-
-def check_storage(param: Tensor, name: str, state_dtype: StateDtype, master_weights: MasterWeights) -> None:
-    """Raise ``ValueError`` unless ``param`` and its state can be stored that way."""
-    if state_dtype == "int8" and is_dtensor(param):
-        raise ValueError(
-            f"state_dtype='int8' has a scale for 256 elements, which shards may cut, and {name} is a DTensor; choose a "
-            "floating dtype"
-        )
-    check_master(param, name, master_weights)
 
 
 def moment_dtypes(param: Tensor, state_dtype: StateDtype) -> tuple[torch.dtype, torch.dtype]:

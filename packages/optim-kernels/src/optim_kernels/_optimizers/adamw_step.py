@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import is_dtensor, local
+from optim_kernels._optimizers.adamw_options import check_adamw_scalars
 from optim_kernels._optimizers.followed_writes import can_be_followed
 from optim_kernels._optimizers.private_state import KnownStates
 from optim_kernels._optimizers.storage import master_of
-from optim_kernels._options import check_adamw_scalars
 from optim_kernels.functional._lists import check_numbers
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import KnownAddresses, KnownKinds, TensorList

@@ -1,0 +1,99 @@
+"""AdamW parameter groups: their options and the checks of these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from optim_kernels._dtensors import is_dtensor
+from optim_kernels._optimizers.storage import MOMENT_DTYPES, MasterWeights, check_master, check_master_weights
+from optim_kernels._options import are_numbers, check_scalars, check_seed, check_switches
+
+StateDtype = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | Literal["int8"] | None
+
+# the numbers of an AdamW group, in the order of `check_adamw_scalars`
+_ADAMW_SCALARS = ("lr", "betas[0]", "betas[1]", "eps", "weight_decay")
+_SWITCHES = ("amsgrad", "maximize", "stochastic_rounding")
+
+
+def check_group(group: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Refuse options that torch.optim.AdamW refuses, and storage that parameters cannot have; waits for no device.
+
+    Args:
+        group: options that it leaves out are at their defaults, but for torch's numbers.
+        names: of the group's parameters, for errors.
+
+    Raises:
+        TypeError: something else in place of a number.
+        ValueError: a number out of its range, another value than the option has, or a parameter that it is not for.
+    """
+    check_adamw_scalars(group)
+    check_adamw_ranges(group, of_tensors=False)
+    check_update(group)
+    state_dtype, master_weights = group.get("state_dtype"), group.get("master_weights")
+    check_formats(state_dtype, master_weights)
+    for param, name in zip(group["params"], names, strict=True):
+        check_storage(param, name, state_dtype, master_weights)
+
+
+def check_update(group: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for options of the update that are neither True nor False, and for a seed that is none."""
+    check_switches(**{option: group[option] for option in _SWITCHES if option in group})
+    check_seed(group.get("seed", 0))
+
+
+def check_formats(state_dtype: Any, master_weights: Any) -> None:
+    """Raise ``ValueError`` unless these name formats."""
+    pair = state_dtype if isinstance(state_dtype, tuple) else (state_dtype, state_dtype)
+    if state_dtype != "int8" and (len(pair) != 2 or not all(dtype in (None, *MOMENT_DTYPES) for dtype in pair)):
+        raise ValueError(
+            f"state_dtype must be None, one of {MOMENT_DTYPES}, a tuple of two such or 'int8', got {state_dtype!r}"
+        )
+    check_master_weights(master_weights)
+
+
+def check_storage(param: Tensor, name: str, state_dtype: StateDtype, master_weights: MasterWeights) -> None:
+    """Raise ``ValueError`` unless ``param`` and its state can be stored that way."""
+    if state_dtype == "int8" and is_dtensor(param):
+        raise ValueError(
+            f"state_dtype='int8' has a scale for 256 elements, which shards may cut, and {name} is a DTensor; choose a "
+            "floating dtype"
+        )
+    check_master(param, name, master_weights)
+
+
+def check_adamw_scalars(group: Mapping[str, Any]) -> None:
+    """Check a group's hyperparameters as `check_scalars` does, that betas are a pair, and maximize as a switch.
+
+    Fast for Python numbers, as every step calls it.
+    """
+    betas = group["betas"]
+    if (type(betas) is not tuple and (isinstance(betas, str) or not isinstance(betas, Sequence))) or len(betas) != 2:
+        raise ValueError(f"betas must be a pair, got {betas!r}")
+    scalars = (group["lr"], *betas, group["eps"], group["weight_decay"])
+    maximize = group.get("maximize", False)
+    if not are_numbers((*scalars, maximize)):
+        check_scalars(**dict(zip(_ADAMW_SCALARS, scalars)))
+        check_switches(maximize=maximize)
+
+
+def check_adamw_ranges(group: Mapping[str, Any], *, of_tensors: bool = True) -> None:
+    """Raise ``ValueError`` for hyperparameters out of torch.optim.AdamW's ranges, in its words.
+
+    Args:
+        of_tensors: look at 0-d tensors, too, which for those on a device costs a synchronisation.
+    """
+
+    def is_seen(number: Any) -> bool:
+        return of_tensors or not isinstance(number, Tensor)
+
+    words = {"lr": "learning rate", "eps": "epsilon value", "weight_decay": "weight_decay value"}
+    for option, word in words.items():
+        if is_seen(group[option]) and not group[option] >= 0.0:
+            raise ValueError(f"Invalid {word}: {group[option]}")
+    for index, beta in enumerate(group["betas"]):
+        if is_seen(beta) and not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
