@@ -27,14 +27,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import is_dtensor
-from optim_kernels._impl import (
-    Impl,
-    can_compute_directly,
-    check_impl,
-    is_transformed,
-    use_triton,
-    why_not_products,
-)
+from optim_kernels._impl import Impl, check_impl, use_triton, why_not_products
 from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
 from optim_kernels._newton_schulz.config import (
     COMPUTE_DTYPES,
@@ -47,6 +40,7 @@ from optim_kernels._newton_schulz.config import (
     hashable,
     restart_steps,
 )
+from optim_kernels._newton_schulz.direct_calls import can_compute_directly, is_transformed
 from optim_kernels._newton_schulz.iterations import TorchProducts, iterate, normalize, without_autocast
 from optim_kernels.reference.newton_schulz import frobenius_norm
 

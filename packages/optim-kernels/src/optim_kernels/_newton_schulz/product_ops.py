@@ -18,7 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from optim_kernels._impl import can_compute_directly, use_triton, why_not_products
+from optim_kernels._impl import use_triton, why_not_products
+from optim_kernels._newton_schulz.direct_calls import can_compute_directly
 from optim_kernels._newton_schulz.iterations import TorchProducts, without_autocast
 
 Number = float | Tensor
