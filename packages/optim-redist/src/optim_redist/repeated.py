@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from optim_redist._running.collectives import Waitable
-from optim_redist._running.copies import Copy, Together
+from optim_redist._running.copies import Together
 from optim_redist._running.given import extent, is_pending, refuse_other_than_values, refuse_unwritable
-from optim_redist._running.many_program import ManyProgram, slot_of
+from optim_redist._running.many_program import ManyProgram
 from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.plans import Plan, check_plan
 
@@ -108,21 +108,12 @@ class RepeatedExchange:
         self.sources = _tensors("source", sources, self._lent_sources, kinds_from)
         self.targets = _tensors("target", targets, self._lent_targets, kinds_to)
         _check_memory(self.sources, self.targets)
-        self._sent = Lent([((sum(self._exchange.send_splits.values()),), torch.uint8)], device)
-        self._received = Lent([((sum(self._exchange.receive_splits.values()),), torch.uint8)], device)
-
-        ends = list(zip(stages, self.sources, self.targets, strict=True))
-        packing: list[Copy] = []
-        for segment in self._exchange.sends:
-            stage, source, target = ends[segment.item]
-            packing += stage.packing(segment.message, slot_of(self._sent.memory, segment, stage.bits), source, target)
-        staying = [copy for stage, source, target in ends if stage.phases for copy in stage.staying(0, source, target)]
-        unpacking: list[Copy] = []
-        for segment in self._exchange.receives:
-            stage, _, target = ends[segment.item]
-            assert target is not None, "plans say who has what"
-            unpacking += stage.unpacking(segment.message, slot_of(self._received.memory, segment, stage.bits), target)
-        self._packing, self._staying, self._unpacking = Together(packing), Together(staying), Together(unpacking)
+        self._sent = Lent([((self._exchange.num_sent,), torch.uint8)], device)
+        self._received = Lent([((self._exchange.num_received,), torch.uint8)], device)
+        ends = self.sources, self.targets
+        self._packing = Together(self._exchange.packing(self._sent.memory, *ends))
+        self._staying = Together(self._exchange.staying(*ends))
+        self._unpacking = Together(self._exchange.unpacking(self._received.memory, *ends))
         self._is_under_way = False
         self._has_sources = self._lent_sources is None
         for lent in (self._sent, self._received, self._lent_sources, self._lent_targets):

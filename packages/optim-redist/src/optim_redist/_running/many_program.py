@@ -1,13 +1,9 @@
-"""The compiled plans of many tensors: one exchange for all tensors of a bucket, and one for each of its phases.
-
-The messages between two ranks lie one after the other, in the order of the tensors, each at a multiple of 16 bytes.
-"""
+"""The compiled plans of many tensors: one exchange for all tensors of a bucket, and one for each of its phases."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,60 +11,13 @@ from torch.distributed import ProcessGroup
 
 from optim_redist._methods.buckets import buckets_of
 from optim_redist._running import collectives
+from optim_redist._running.bucket_exchange import BucketExchange
 from optim_redist._running.collectives import Team, Waitable
-from optim_redist._running.copies import Copy, copy_together
+from optim_redist._running.copies import copy_together
 from optim_redist._running.given import give_up, is_pending, resolved, resolved_donated
-from optim_redist._running.rank_program import Message
 from optim_redist._running.stage_program import StageProgram, stage_programs
 from optim_redist.errors import UnsupportedError, noting
 from optim_redist.plans import Plan
-
-
-class Segment(NamedTuple):
-    """Where one message of one tensor lies in the bucket's buffer."""
-
-    item: int
-    message: Message
-    offset: int
-    num_bytes: int
-
-
-class _BucketExchange:
-    """Phase k of every plan of a bucket, as one exchange."""
-
-    def __init__(
-        self,
-        bucket: Sequence[tuple[int, StageProgram]],
-        k: int,
-        members: Sequence[int],
-        width: list[int],
-        alignment: int,
-    ) -> None:
-        taking_part = [(item, stage.phases[k]) for item, stage in bucket if k < len(stage.phases)]
-        sends = [(item, phase.sends) for item, phase in taking_part]
-        receives = [(item, phase.receives) for item, phase in taking_part]
-        self.sends, self.send_splits = _lay_out(sends, members, width, alignment)
-        self.receives, self.receive_splits = _lay_out(receives, members, width, alignment)
-
-
-def _lay_out(
-    messages: Sequence[tuple[int, Sequence[Message]]], members: Sequence[int], width: list[int], alignment: int
-) -> tuple[list[Segment], dict[int, int]]:
-    by_peer: dict[int, list[tuple[int, Message]]] = {member: [] for member in members}
-    for item, found in messages:
-        for message in found:
-            by_peer[message.peer].append((item, message))
-    segments: list[Segment] = []
-    splits: dict[int, int] = {}
-    offset = 0
-    for member in members:
-        start = offset
-        for item, message in by_peer[member]:
-            num_bytes = message.num_elements * width[item]
-            segments.append(Segment(item, message, offset, num_bytes))
-            offset += -(-num_bytes // alignment) * alignment
-        splits[member] = offset - start
-    return segments, splits
 
 
 class ManyProgram:
@@ -108,16 +57,13 @@ class ManyProgram:
         # the most bytes that this rank holds in each bucket; without a limit they are not counted
         self._peaks = [bucket.peak.get(self.rank, 0) for bucket in buckets]
         self.stages: list[StageProgram] = []
-        self.exchanges: list[list[_BucketExchange]] = []
-        width = [made.itemsize for made in plans]
+        self.exchanges: list[list[BucketExchange]] = []
         for bucket in buckets:
             stages = [_stage_of(plans[number], self.rank, bucket.rounds) for number in bucket.numbers]
             self.stages += stages
             depth = max(len(stage.phases) for stage in stages)
             numbered = list(zip(bucket.numbers, stages))
-            self.exchanges.append(
-                [_BucketExchange(numbered, k, members, width, bucket.alignment) for k in range(depth)]
-            )
+            self.exchanges.append([BucketExchange(numbered, k, members, bucket.alignment) for k in range(depth)])
         self._compared = self.team is None
 
     def device_of(self, tensors: Sequence[Tensor | None]) -> torch.device:
@@ -143,19 +89,19 @@ class ManyProgram:
             communicates = any(self.plans[number].communicates for number in numbers)
             for k, exchange in enumerate(exchanges):
                 with noting(self._where, f"in exchange {k + 1} of {len(exchanges)} of", bucket):
-                    sent = self._packed(exchange, tensors, targets, device)
-                    received = torch.empty(sum(exchange.receive_splits.values()), dtype=torch.uint8, device=device)
+                    sent = torch.empty(exchange.num_sent, dtype=torch.uint8, device=device)
+                    copy_together(exchange.packing(sent, tensors, targets))
+                    received = torch.empty(exchange.num_received, dtype=torch.uint8, device=device)
                     work = None
                     if communicates:
                         assert self.team is not None, "plans that communicate have a team"
                         work = self.team.exchange(
                             received, sent, exchange.receive_splits, exchange.send_splits, async_op=async_op
                         )
-                    taking_part = [number for number in numbers if k < len(self.stages[number].phases)]
-                    for number in taking_part:
-                        self.stages[number].local(k, tensors[number], targets[number])
+                    exchange.local(tensors, targets)
                     yield work
-                    self._unpack(k, exchange, received, taking_part, tensors, targets)
+                    copy_together(exchange.unpacking(received, tensors, targets))
+                    exchange.end(targets)
                     # free these buffers before the next exchange makes its own
                     del sent, received, work
             for number in numbers:
@@ -178,45 +124,6 @@ class ManyProgram:
                     "call with a limit that is higher by so much, or give .resolve_conj().resolve_neg() and let go of "
                     "what they were made of"
                 )
-
-    def _packed(
-        self,
-        exchange: _BucketExchange,
-        tensors: Sequence[Tensor | None],
-        targets: Sequence[Tensor | None],
-        device: torch.device,
-    ) -> Tensor:
-        """A buffer with everything that an exchange sends."""
-        sent = torch.empty(sum(exchange.send_splits.values()), dtype=torch.uint8, device=device)
-        packing: list[Copy] = []
-        for segment in exchange.sends:
-            number = segment.item
-            stage = self.stages[number]
-            slot = slot_of(sent, segment, stage.bits)
-            packing += stage.packing(segment.message, slot, tensors[number], targets[number])
-        copy_together(packing)
-        return sent
-
-    def _unpack(
-        self,
-        k: int,
-        exchange: _BucketExchange,
-        received: Tensor,
-        taking_part: Sequence[int],
-        tensors: Sequence[Tensor | None],
-        targets: Sequence[Tensor | None],
-    ) -> None:
-        """Unpack what came in exchange k into the targets of the tensors that take part in it."""
-        arrived: dict[int, list[tuple[Message, Tensor]]] = {number: [] for number in taking_part}
-        for segment in exchange.receives:
-            slot = slot_of(received, segment, self.stages[segment.item].bits)
-            arrived[segment.item].append((segment.message, slot))
-        unpacking: list[Copy] = []
-        for number in taking_part:
-            unpacking += self.stages[number].finish_messages(k, arrived[number], tensors[number], targets[number])
-        copy_together(unpacking)
-        for number in taking_part:
-            self.stages[number].end(k, targets[number])
 
     def _where(self, what: str, bucket: int) -> str:
         return f"{what} bucket {bucket + 1} of {len(self.buckets)} on rank {self.rank}"
@@ -247,8 +154,3 @@ def _stage_of(plan: Plan, rank: int, rounds: int) -> StageProgram:
         plan = replace(plan, stages=(plan.stages[0]._replace(rounds=rounds),))
     (stage,) = stage_programs(plan, rank)
     return stage
-
-
-def slot_of(buffer: Tensor, segment: Segment, bits: torch.dtype) -> Tensor:
-    """A segment of a buffer of bytes, as integers of the tensor's width."""
-    return buffer[segment.offset : segment.offset + segment.num_bytes].view(bits)

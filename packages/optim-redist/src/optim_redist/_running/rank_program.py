@@ -10,15 +10,17 @@ The same code packs and unpacks for a process group and for a simulation of all 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, cast
+
+from torch import Tensor
 
 from optim_redist._running.buffers import Buffers, Part, buffers_of
-from optim_redist._running.copies import Copies, Pair
-from optim_redist._running.views import FLAT, WIDE, Form, View
+from optim_redist._running.copies import Copies, Copy, Pair
+from optim_redist._running.views import FLAT, WIDE, Form, View, as_bits, view_of
 from optim_redist.boxes import Box
 from optim_redist.index_sets import Run, aligned_runs
 from optim_redist.moves import Phase, Transfer, Which
@@ -47,6 +49,10 @@ def _as_view(piece: Piece, strides: Sequence[int]) -> View:
         sizes.append(run.length)
         steps.append(stride)
     return tuple(sizes), tuple(steps), offset
+
+
+def _bits(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else as_bits(tensor)
 
 
 @dataclass
@@ -78,6 +84,25 @@ class Message:
         if strides not in self._views:
             self._views[strides] = [_as_view(piece, strides) for piece in self.pieces]
         return self._views[strides]
+
+    def packing(self, slot: Tensor, src: Tensor | None, dst: Tensor | None) -> Iterator[Copy]:
+        """The copies that bring the message, out of the sender's tensors, into its part of a flat buffer."""
+        tensors = {"src": _bits(src), "dst": _bits(dst)}
+        place = 0
+        for k, read in enumerate(self.read):
+            tensor = cast(Tensor, tensors[read])
+            view = self.views(tensor.stride())[k]
+            size = prod(view[0])
+            yield slot[place : place + size].view(view[0]), view_of(tensor, view)
+            place += size
+
+    def unpacking(self, slot: Tensor, dst: Tensor) -> Iterator[Copy]:
+        """The copies that bring the message out of its part of a flat buffer."""
+        target, place = as_bits(dst), 0
+        for view in self.views(target.stride()):
+            size = prod(view[0])
+            yield view_of(target, view), slot[place : place + size].view(view[0])
+            place += size
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ freed in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from math import prod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -19,7 +18,7 @@ from optim_redist._running.buffers import Buffers
 from optim_redist._running.copies import Copy, copy_together, copy_views
 from optim_redist._running.rank_program import Buffering, Message, PhaseViews, rank_phases
 from optim_redist._running.reduction import Reduction, fill_identity
-from optim_redist._running.views import as_bits, bits_type, dense_strides, form_of, view_of
+from optim_redist._running.views import bits_type, dense_strides, form_of
 from optim_redist.moves import FINISHED, Phase, Which
 from optim_redist.problem import Problem
 
@@ -170,13 +169,13 @@ class StageProgram:
         sends = [buffer if span.which is None else buffer.clone() for span, buffer in zip(views.sends.spans, packed)]
         stays = phase.stays_from
         kept = torch.empty(stays.num_elements, dtype=self.bits, device=device)
-        copy_together(self.packing(stays, kept, src, None))
+        copy_together(stays.packing(kept, src, None))
         return sends, kept
 
     def unpack_kept(self, kept: Tensor, dst: Tensor | None) -> None:
         """Put what the only phase keeps in its place in the target."""
         if kept.numel():
-            copy_together(self.unpacking(self.phases[0].stays_to, kept, cast(Tensor, dst)))
+            copy_together(self.phases[0].stays_to.unpacking(kept, cast(Tensor, dst)))
 
     @property
     def reduces(self) -> bool:
@@ -208,40 +207,6 @@ class StageProgram:
                 fill_identity(dst, self.identity_op)
             else:
                 dst.div_(self.divisor)
-
-    # -- the same for buffers that several tensors share
-
-    def packing(self, message: Message, slot: Tensor, src: Tensor | None, dst: Tensor | None) -> Iterator[Copy]:
-        """The copies that bring one message into its part of a buffer."""
-        tensors = {"src": _bits(src), "dst": _bits(dst)}
-        place = 0
-        for k, read in enumerate(message.read):
-            tensor = cast(Tensor, tensors[read])
-            view = message.views(tensor.stride())[k]
-            size = prod(view[0])
-            yield slot[place : place + size].view(view[0]), view_of(tensor, view)
-            place += size
-
-    def finish_messages(
-        self, k: int, arrived: Sequence[tuple[Message, Tensor]], src: Tensor | None, dst: Tensor | None
-    ) -> list[Copy]:
-        """Reduce messages, given with their flat bits in any buffers, or return the copies that unpack them.
-
-        The caller makes these copies, then calls ``end``.
-        """
-        if not self.phases[k].combines:
-            return [copy for message, slot in arrived for copy in self.unpacking(message, slot, cast(Tensor, dst))]
-        if dst is not None:
-            self.combine(k, arrived, src, dst)
-        return []
-
-    def unpacking(self, message: Message, slot: Tensor, dst: Tensor) -> Iterator[Copy]:
-        """The copies that bring one message out of its part of a buffer."""
-        target, place = as_bits(dst), 0
-        for view in message.views(target.stride()):
-            size = prod(view[0])
-            yield view_of(target, view), slot[place : place + size].view(view[0])
-            place += size
 
 
 def stage_programs(plan: Plan, rank: int, *, separate: bool = False) -> list[StageProgram]:
@@ -280,10 +245,6 @@ def slots(messages: Sequence[Message], buffer: Tensor) -> list[tuple[Message, Te
         found.append((message, buffer[place : place + message.num_elements]))
         place += message.num_elements
     return found
-
-
-def _bits(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else as_bits(tensor)
 
 
 def _local_shape(layout: Layout, shape: Sequence[int], rank: int) -> tuple[int, ...] | None:
