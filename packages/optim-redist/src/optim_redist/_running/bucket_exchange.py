@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from optim_redist._running.copies import Copy
-from optim_redist._running.rank_program import Message
+from optim_redist._running.message import Message
 from optim_redist._running.stage_program import StageProgram
 
 

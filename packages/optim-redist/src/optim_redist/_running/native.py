@@ -30,8 +30,8 @@ from optim_redist._methods.library import Collective, library_collective
 from optim_redist._running.buffers import Part, buffers_of
 from optim_redist._running.collectives import Team, Waitable
 from optim_redist._running.copies import Copies
+from optim_redist._running.message import LOCAL, Message
 from optim_redist._running.one_buffer import CARRIED, Outgoing
-from optim_redist._running.rank_program import LOCAL, Message
 from optim_redist._running.views import FLAT, Form, flat_bytes
 from optim_redist.index_sets import aligned_runs
 from optim_redist.problem import Problem

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from optim_redist._running.collectives import Team, Waitable
+from optim_redist._running.message import slots
 from optim_redist._running.native import Finish, NativeGather, NativeReduction
 from optim_redist._running.one_buffer import Incoming, Outgoing
 from optim_redist._running.rank_program import PhaseViews
-from optim_redist._running.stage_program import StageProgram, slots
+from optim_redist._running.stage_program import StageProgram
 from optim_redist._running.views import Form, form_of
 
 if TYPE_CHECKING:

@@ -1,108 +1,34 @@
 """One rank's part of a plan: which views of its tensors go into which message, and where arriving pieces belong.
 
-A phase of a plan becomes, on one rank, a list of messages out, a list of messages in and a list of local copies. A
-message is a list of pieces; a piece is evenly spaced in the tensor, so it is one ``as_strided`` view and one slot of
-the flat buffer, and packing takes one copy per piece. Everything that depends on layouts is decided here once; what
-depends on the strides of tensors is decided at the first call with such strides.
+A phase of a plan becomes, on one rank, a list of messages out, a list of messages in and a list of local copies.
+Everything that depends on layouts is decided here once; what depends on the strides of tensors is decided at the first
+call with such strides.
 
 The same code packs and unpacks for a process group and for a simulation of all ranks in one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from math import prod
-from typing import NamedTuple, cast
-
-from torch import Tensor
+from typing import NamedTuple
 
 from optim_redist._running.buffers import Buffers, Part, buffers_of
-from optim_redist._running.copies import Copies, Copy, Pair
-from optim_redist._running.views import FLAT, WIDE, Form, View, as_bits, view_of
+from optim_redist._running.copies import Copies, Pair
+from optim_redist._running.message import LOCAL, Message, Piece
+from optim_redist._running.views import FLAT, WIDE, Form
 from optim_redist.boxes import Box
-from optim_redist.index_sets import Run, aligned_runs
+from optim_redist.index_sets import aligned_runs
 from optim_redist.moves import Phase, Transfer, Which
 from optim_redist.problem import Problem
 
-Piece = tuple[Run, ...]
 # bytes of what stays above which a copy beside the exchange is quicker than NCCL's (4×H200: 7 % at 512 MiB)
 _MOST_TO_ITSELF = 1 << 27
 # bytes of a message from which on it pays to copy what does not begin at a multiple of 16 bytes: NCCL is slower there
 # (4×H200, µs of an exchange, both ends aligned / the receiver's / the sender's / none: messages of 32 MiB 350 / 467 /
 # 579 / 608, of 4 MiB 69 / 85 / 96 / 110, of 1 MiB all the same; a copy of 96 MiB takes 82)
 _LEAST_ALIGNED = 1 << 21
-LOCAL = -1  # in place of a peer: no message, the pieces stay within this rank
-
-
-def _as_view(piece: Piece, strides: Sequence[int]) -> View:
-    """Sizes, strides and offset of a piece in a tensor of these strides."""
-    sizes: list[int] = []
-    steps: list[int] = []
-    offset = 0
-    for run, stride in zip(piece, strides):
-        offset += run.start * stride
-        if run.repeats > 1:
-            sizes.append(run.repeats)
-            steps.append(run.stride * stride)
-        sizes.append(run.length)
-        steps.append(stride)
-    return tuple(sizes), tuple(steps), offset
-
-
-def _bits(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else as_bits(tensor)
-
-
-@dataclass
-class Message:
-    """What travels between this rank and ``peer`` in one phase; with ``peer`` = LOCAL, what is copied within this rank.
-
-    Attributes:
-        pieces: places in the tensor, in the order in which they lie in the buffer.
-        read: for each piece, in which of the sender's tensors it lies.
-        contributions: which contribution each piece carries, FINISHED for finished values.
-        num_elements: elements of all pieces.
-    """
-
-    peer: int
-    pieces: list[Piece] = field(default_factory=list)
-    read: list[Which] = field(default_factory=list)
-    contributions: list[int] = field(default_factory=list)
-    num_elements: int = 0
-    _views: dict[tuple[int, ...], list[View]] = field(default_factory=dict)
-
-    def add(self, piece: Piece, read: Which, contribution: int) -> None:
-        self.pieces.append(piece)
-        self.read.append(read)
-        self.contributions.append(contribution)
-        self.num_elements += prod(run.length * run.repeats for run in piece)
-
-    def views(self, strides: tuple[int, ...]) -> list[View]:
-        """The pieces' views in a tensor of these strides."""
-        if strides not in self._views:
-            self._views[strides] = [_as_view(piece, strides) for piece in self.pieces]
-        return self._views[strides]
-
-    def packing(self, slot: Tensor, src: Tensor | None, dst: Tensor | None) -> Iterator[Copy]:
-        """The copies that bring the message, out of the sender's tensors, into its part of a flat buffer."""
-        tensors = {"src": _bits(src), "dst": _bits(dst)}
-        place = 0
-        for k, read in enumerate(self.read):
-            tensor = cast(Tensor, tensors[read])
-            view = self.views(tensor.stride())[k]
-            size = prod(view[0])
-            yield slot[place : place + size].view(view[0]), view_of(tensor, view)
-            place += size
-
-    def unpacking(self, slot: Tensor, dst: Tensor) -> Iterator[Copy]:
-        """The copies that bring the message out of its part of a flat buffer."""
-        target, place = as_bits(dst), 0
-        for view in self.views(target.stride()):
-            size = prod(view[0])
-            yield view_of(target, view), slot[place : place + size].view(view[0])
-            place += size
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from optim_redist._running.views import view_of
 from optim_redist.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from optim_redist._running.rank_program import Message, Piece, RankPhase
+    from optim_redist._running.message import Message, Piece
+    from optim_redist._running.rank_program import RankPhase
     from optim_redist._running.views import View
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {

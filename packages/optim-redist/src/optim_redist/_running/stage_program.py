@@ -16,7 +16,8 @@ from torch import Tensor
 from optim_redist._methods.own import own_phases
 from optim_redist._running.buffers import Buffers
 from optim_redist._running.copies import Copy, copy_together, copy_views
-from optim_redist._running.rank_program import Buffering, Message, PhaseViews, rank_phases
+from optim_redist._running.message import Message, slots
+from optim_redist._running.rank_program import Buffering, PhaseViews, rank_phases
 from optim_redist._running.reduction import Reduction, fill_identity
 from optim_redist._running.views import bits_type, dense_strides, form_of
 from optim_redist.moves import FINISHED, Phase, Which
@@ -235,15 +236,6 @@ def stage_programs(plan: Plan, rank: int, *, separate: bool = False) -> list[Sta
                 buffering=buffering,
             )
         )
-    return found
-
-
-def slots(messages: Sequence[Message], buffer: Tensor) -> list[tuple[Message, Tensor]]:
-    """Every message with its part of a flat buffer."""
-    found, place = [], 0
-    for message in messages:
-        found.append((message, buffer[place : place + message.num_elements]))
-        place += message.num_elements
     return found
 
 
