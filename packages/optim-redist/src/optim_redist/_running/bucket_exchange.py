@@ -57,13 +57,8 @@ class BucketExchange:
             copies += segment.message.packing(slot, sources[number], targets[number])
         return copies
 
-    def local(self, sources: Sequence[Tensor | None], targets: Sequence[Tensor | None]) -> None:
-        """Copy what stays on the rank."""
-        for number, stage in self._stages.items():
-            stage.local(self._k, sources[number], targets[number])
-
     def staying(self, sources: Sequence[Tensor | None], targets: Sequence[Tensor | None]) -> list[Copy]:
-        """The copies of ``local``."""
+        """The copies of what stays on the rank."""
         each = ((stage, sources[number], targets[number]) for number, stage in self._stages.items())
         return [copy for stage, source, target in each for copy in stage.staying(self._k, source, target)]
 

@@ -98,7 +98,7 @@ class ManyProgram:
                         work = self.team.exchange(
                             received, sent, exchange.receive_splits, exchange.send_splits, async_op=async_op
                         )
-                    exchange.local(tensors, targets)
+                    copy_together(exchange.staying(tensors, targets))
                     yield work
                     copy_together(exchange.unpacking(received, tensors, targets))
                     exchange.end(targets)

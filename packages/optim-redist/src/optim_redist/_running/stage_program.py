@@ -15,7 +15,7 @@ from torch import Tensor
 
 from optim_redist._methods.own import own_phases
 from optim_redist._running.buffers import Buffers
-from optim_redist._running.copies import Copy, copy_together, copy_views
+from optim_redist._running.copies import Copy, copy_together
 from optim_redist._running.message import Message, slots
 from optim_redist._running.rank_program import Buffering, PhaseViews, rank_phases
 from optim_redist._running.reduction import Reduction, fill_identity
@@ -183,13 +183,8 @@ class StageProgram:
         """Whether some phase combines contributions."""
         return any(phase.combines for phase in self.phases)
 
-    def local(self, k: int, src: Tensor | None, dst: Tensor | None) -> None:
-        """Copy what phase k moves within the rank; a phase that reduces does this in ``finish``."""
-        copies = self.staying(k, src, dst)
-        copy_views([target for target, _ in copies], [source for _, source in copies])
-
     def staying(self, k: int, src: Tensor | None, dst: Tensor | None) -> list[Copy]:
-        """The copies of ``local``."""
+        """The copies that phase k makes within the rank; what is combined is not among them."""
         phase = self.phases[k]
         # then no views have to be made
         if phase.combines or not phase.stays_from.pieces:
