@@ -1,7 +1,7 @@
 """Muon parameter groups for other packages' optimizers: options, their checks, and the step of a list of parameters.
 
 A group is torch's dict of hyperparameters. A `MuonPlanner` steps groups with `MuonEntry`s, in grouped launches where
-the kernels run.
+the kernels run. `make_groups_plain` and `with_dtypes` are those of `states`.
 """
 
 from optim_kernels._newton_schulz.config import Tiles
@@ -17,8 +17,8 @@ from optim_kernels._optimizers.muon_options import (
     view_of,
 )
 from optim_kernels._optimizers.muon_planner import MuonPlanner
-from optim_kernels._optimizers.plain_options import make_groups_plain, with_dtypes
 from optim_kernels.functional._muon_workspace import Workspace, workspace_for
+from optim_kernels.states import make_groups_plain, with_dtypes
 
 __all__ = [
     "CURRENT_VARIANT",
