@@ -12,8 +12,8 @@ from optim_kernels import TritonMuon, newton_schulz
 from optim_kernels import __main__ as report
 from optim_kernels._impl import _why_not_on_gpu, why_not_on, why_not_products
 from optim_kernels._newton_schulz.tiles import BESIDE_STAGES, fitted, general_tile, symmetric_tile
+from optim_kernels._optimizers.muon_batches import why_not_grouped
 from optim_kernels._optimizers.muon_entries import MuonEntry
-from optim_kernels._optimizers.muon_planner import why_not_grouped
 
 pytest.importorskip("triton")
 CUDA = torch.device("cuda")
@@ -100,7 +100,7 @@ def test_tiles_have_as_many_stages_as_there_is_room_for(shared: int) -> None:
 
 @pytest.mark.gpu
 def test_plain_torch_in_place_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("orthogonalization", "_newton_schulz.product_ops", "_optimizers.muon_planner"):
+    for module in ("orthogonalization", "_newton_schulz.product_ops", "_optimizers.muon_batches"):
         monkeypatch.setattr(f"optim_kernels.{module}.why_not_products", lambda device: "its GPU is an older one")
     torch.manual_seed(0)
     x = torch.randn(128, 320, device="cuda")

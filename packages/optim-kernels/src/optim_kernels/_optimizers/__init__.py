@@ -10,6 +10,7 @@ What is where:
     adamw_options adamw_state adamw_codes     AdamW's options, states and their 8-bit codes
     adamw_paths adamw_step adamw_torch        what updates a parameter; by the kernels; by torch
     muon_base muon_options muon_entries       what Muon's classes share, their options, and matrices
-    muon_planner muon_steady muon_explain     its step, recognising one like the one before, and what is said of it
+    muon_batches muon_planner muon_steady     what is stepped together, its step, recognising one like the one before
+    muon_explain                              what is said of it
     nanochat_checkpoints                      files of another optimizer
 """

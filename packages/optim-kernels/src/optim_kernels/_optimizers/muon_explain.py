@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from optim_kernels._optimizers.muon_batches import why_not_grouped
 from optim_kernels._optimizers.muon_entries import explained_entry
 from optim_kernels._optimizers.muon_options import ns_config_of, view_of
-from optim_kernels._optimizers.muon_planner import why_not_grouped
 
 if TYPE_CHECKING:
     from optim_kernels.functional.muon_plan import MuonPlan

@@ -1,6 +1,5 @@
-"""Muon's parameters sorted by what updates them: grouped launches in plans, or `functional.muon_`.
+"""Muon's step in grouped launches: a plan for every batch of parameters.
 
-A plan serves the parameters that share everything but hyperparameters: the rule, the orthogonalization, the dtypes.
 Plans are kept from step to step, and dropped when one of their tensors is replaced; but a plan that a CUDA graph of the
 caller's has captured is kept, because replays read its tables. As long as steps resemble each other, the parameters are
 not sorted again (`muon_steady`).
@@ -8,81 +7,29 @@ not sorted again (`muon_steady`).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from optim_kernels._impl import why_not_on, why_not_products
-from optim_kernels._newton_schulz.config import NSConfig, Tiles, check_tiles
-from optim_kernels._newton_schulz.tiles import cdiv
-from optim_kernels._optimizers.muon_entries import MuonEntry, step_entries
-from optim_kernels._optimizers.muon_options import ns_config_of, rule_of
+from optim_kernels._newton_schulz.config import Tiles, check_tiles
+from optim_kernels._optimizers.muon_batches import (
+    Batch,
+    GroupEntries,
+    Key,
+    shared_options,
+    sorted_entries,
+    step_options_of,
+)
+from optim_kernels._optimizers.muon_entries import step_entries
 from optim_kernels._optimizers.muon_steady import HYPERPARAMETERS, Groups, KnownOptions, State, SteadyStep
-from optim_kernels._optimizers.storage import master_of
 from optim_kernels._options import are_numbers, check_scalars
 from optim_kernels.reference.storage import gradient_scale
 
 if TYPE_CHECKING:
     from optim_kernels.functional._muon_workspace import Workspace
-    from optim_kernels.functional.muon_plan import MuonPlan, MuonTensors
-
-_Options = tuple[Hashable, ...]
-# Options, dtypes and device; then alignment with tiles="shape", and the part's number with a workspace.
-_Key = tuple[Hashable, ...]
-_GroupEntries = tuple[Mapping[str, Any], list[MuonEntry]]
-
-
-@dataclass
-class _Batch:
-    """What one plan updates: tensors, and the groups whose hyperparameters they use.
-
-    Args:
-        nbytes_of_x: how many bytes of a workspace X takes.
-    """
-
-    groups: list[Mapping[str, Any]]
-    tensors: list[MuonTensors]
-    entries: list[MuonEntry]
-    nbytes_of_x: int = 0
-
-    def parts(self, limit: int) -> list[_Batch]:
-        """The batch in parts of ``limit`` bytes of a workspace at most, or of one parameter; like matrices together."""
-        from optim_kernels.functional.muon_plan import workspace_of
-
-        of_x, of_factors = zip(*workspace_of(self.tensors, **_step_options_of(self.groups[0])))
-        sizes = [sum(both) for both in zip(of_x, of_factors)]
-        # parts of about one size, so that no small rest is left that does not fill a chip
-        share = sum(sizes) / cdiv(sum(sizes), limit)
-        parts: list[list[int]] = []
-        taken = limit
-        shapes = [sorted(tensors.param.shape) for tensors in self.tensors]
-        for number in sorted(range(len(sizes)), key=lambda number: (shapes[number], sizes[number])):
-            if taken >= share or taken + sizes[number] > limit:
-                parts.append([])
-                taken = 0
-            parts[-1].append(number)
-            taken += sizes[number]
-        return [self._part(sorted(numbers), sum(of_x[number] for number in numbers)) for numbers in parts]
-
-    def _part(self, numbers: Sequence[int], nbytes_of_x: int) -> _Batch:
-        used = dict.fromkeys(self.tensors[number].group for number in numbers)
-        rows = {group: row for row, group in enumerate(used)}
-        tensors = [replace(self.tensors[number], group=rows[self.tensors[number].group]) for number in numbers]
-        entries = [self.entries[number] for number in numbers]
-        return _Batch([self.groups[group] for group in used], tensors, entries, nbytes_of_x)
-
-
-def _step_options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a plan of the group's parameters that say what it computes."""
-    return {
-        "rule": rule_of(group),
-        "ns": ns_config_of(group),
-        "variance": group["beta2"] is not None,
-        "stochastic_rounding": group["stochastic_rounding"],
-    }
+    from optim_kernels.functional.muon_plan import MuonPlan
 
 
 class MuonPlanner:
@@ -104,10 +51,10 @@ class MuonPlanner:
         if isinstance(spare, bool) or not isinstance(spare, int) or spare < 0:
             raise ValueError(f"spare must be a number of multiprocessors, 0 or more, got {spare!r}")
         self._tiles, self._spare, self._workspace = tiles, spare, workspace
-        self._plans: dict[_Key, MuonPlan] = {}
-        self._groups: dict[_Key, list[Mapping[str, Any]]] = {}
+        self._plans: dict[Key, MuonPlan] = {}
+        self._groups: dict[Key, list[Mapping[str, Any]]] = {}
         # plans that graphs read, of other tensors than those of the latest step with the same key
-        self._captured: dict[_Key, list[MuonPlan]] = {}
+        self._captured: dict[Key, list[MuonPlan]] = {}
         self._latest: list[MuonPlan] = []
         # why plain torch did parts of the latest `step`
         self.fallbacks: list[str] = []
@@ -120,7 +67,7 @@ class MuonPlanner:
 
     def step(
         self,
-        entries: Sequence[_GroupEntries],
+        entries: Sequence[GroupEntries],
         *,
         clip_factor: Tensor | None = None,
         grad_scale: Tensor | None = None,
@@ -131,7 +78,7 @@ class MuonPlanner:
 
         With ``state``, the optimizer's, the step is remembered for `repeat`.
         """
-        batches, others, self.fallbacks = self._sorted(entries)
+        batches, others, self.fallbacks = sorted_entries(entries, self._tiles)
         if self._workspace is not None:
             batches = self._in_parts(batches, self._workspace)
         self._drop_outdated()
@@ -209,32 +156,14 @@ class MuonPlanner:
         """The plans of the latest step."""
         return self._latest
 
-    def _sorted(self, entries: Sequence[_GroupEntries]) -> tuple[dict[_Key, _Batch], list[_GroupEntries], list[str]]:
-        """What grouped launches update, by plan; what plain torch updates; and why it does."""
-        batches: dict[_Key, _Batch] = {}
-        others: list[_GroupEntries] = []
-        reasons: list[str] = []
-        for group, members in entries:
-            options, ns, rest = _shared_options(group), ns_config_of(group), []
-            for entry in members:
-                found = _tensors_or_reason(entry, group, ns)
-                if isinstance(found, str):
-                    rest.append(entry)
-                    reasons.append(found)
-                else:
-                    self._add(batches, group, options, entry, found)
-            if rest:
-                others.append((group, rest))
-        return batches, others, reasons
-
     def _drop_outdated(self) -> None:
         """Give back the memory of plans whose groups have other options by now."""
         for key, groups in list(self._groups.items()):
             options, *_ = key
-            if all(_shared_options(group) != options for group in groups):
+            if all(shared_options(group) != options for group in groups):
                 self._drop(key)
 
-    def _in_parts(self, batches: Mapping[_Key, _Batch], workspace: Workspace) -> dict[_Key, _Batch]:
+    def _in_parts(self, batches: Mapping[Key, Batch], workspace: Workspace) -> dict[Key, Batch]:
         """The batches in numbered parts, with workspace reserved; plans of parts that no longer exist are dropped."""
         parts = {(*key, i): part for key, each in batches.items() for i, part in enumerate(each.parts(workspace.limit))}
         for key in [key for key in self._plans if key not in parts and key[:-1] in batches]:
@@ -247,12 +176,12 @@ class MuonPlanner:
             workspace.reserve(nbytes, device)
         return parts
 
-    def _drop(self, key: _Key) -> None:
+    def _drop(self, key: Key) -> None:
         """Give back the memory of a plan."""
         self._put_aside(key)
         del self._plans[key], self._groups[key]
 
-    def _plan_for(self, key: _Key, batch: _Batch) -> MuonPlan:
+    def _plan_for(self, key: Key, batch: Batch) -> MuonPlan:
         from optim_kernels.functional.muon_plan import MuonPlan
 
         addresses = tuple(t.address_key() for t in batch.tensors)
@@ -266,7 +195,7 @@ class MuonPlanner:
             group = batch.groups[0]
             plan = MuonPlan(
                 batch.tensors,
-                **_step_options_of(group),
+                **step_options_of(group),
                 num_groups=len(batch.groups),
                 tiles=self._tiles,
                 spare=self._spare,
@@ -277,74 +206,11 @@ class MuonPlanner:
         plan.refresh([t.grad for t in batch.tensors])
         return plan
 
-    def _add(
-        self,
-        batches: dict[_Key, _Batch],
-        group: Mapping[str, Any],
-        options: _Options,
-        entry: MuonEntry,
-        tensors: MuonTensors,
-    ) -> None:
-        """Put an entry into the batch that shares its rule, orthogonalization, dtypes and device."""
-        master = None if tensors.master is None else tensors.master.dtype
-        dtypes = (entry.param.dtype, entry.grad.dtype, tensors.momentum_buffer.dtype, master)
-        key: _Key = (options, dtypes, entry.param.device)
-        if self._tiles == "shape":
-            from optim_kernels.functional.muon_plan import alignment_of
-
-            # a plan is aligned only if all its parameters are
-            key += alignment_of(tensors)
-        batch = batches.setdefault(key, _Batch([], [], []))
-        if not batch.groups or batch.groups[-1] is not group:
-            batch.groups.append(group)
-        number = len(batch.groups) - 1
-        batch.entries.append(entry)
-        batch.tensors.append(tensors if number == 0 else replace(tensors, group=number))
-
-    def _put_aside(self, key: _Key) -> None:
+    def _put_aside(self, key: Key) -> None:
         """Keep the plan of ``key`` aside if captured graphs read it."""
         plan, aside = self._plans[key], self._captured.setdefault(key, [])
         if plan.was_captured and plan not in aside:
             aside.append(plan)
-
-
-def why_not_grouped(entry: MuonEntry, group: Mapping[str, Any]) -> str | None:
-    """What keeps grouped launches from updating a parameter; ``None`` where they do."""
-    found = _tensors_or_reason(entry, group, ns_config_of(group))
-    return found if isinstance(found, str) else None
-
-
-def _tensors_or_reason(entry: MuonEntry, group: Mapping[str, Any], ns: NSConfig) -> MuonTensors | str:
-    """The tensors that grouped launches need to update a parameter, or the reason why they cannot."""
-    if group["impl"] == "torch":
-        return "impl='torch'"
-    device = entry.param.device
-    if group["impl"] == "auto" and device.type != "cuda":
-        return f"it is on {device.type}"
-    reason = why_not_on(device) or (why_not_products(device) if group["impl"] == "auto" else None)
-    if reason is not None:
-        return reason
-    # needs Triton
-    from optim_kernels.functional.muon_plan import MuonTensors, why_not_plan
-
-    state = entry.state
-    tensors = MuonTensors(
-        param=entry.param,
-        grad=entry.grad,
-        momentum_buffer=state["momentum_buffer"],
-        second_moment=state.get("second_momentum_buffer"),
-        master=master_of(state),
-        step=state.get("step") if group["stochastic_rounding"] else None,
-        view=entry.view,
-        place=entry.index,
-        seed=group["seed"],
-    )
-    return why_not_plan(tensors, ns) or tensors
-
-
-def _shared_options(group: Mapping[str, Any]) -> _Options:
-    """What all groups of a plan have in common."""
-    return rule_of(group), ns_config_of(group), group["beta2"] is None, group["stochastic_rounding"]
 
 
 def _hypers_of(groups: Groups) -> list[tuple[Any, ...]]:
