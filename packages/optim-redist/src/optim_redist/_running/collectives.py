@@ -209,12 +209,12 @@ class Team:
         known = _compared.setdefault(self.group, set())
         if (self.members, mine) in known:
             return
-        digests = self._all_gather(mine, [len(mine)] * len(self.members))
+        digests = self._gathered_bytes(mine, [len(mine)] * len(self.members))
         if all(digest == digests[0] for digest in digests):
             known.add((self.members, mine))
             return
-        lengths = self._all_gather(len(encoded).to_bytes(8, "little"), [8] * len(self.members))
-        texts = self._all_gather(encoded, [int.from_bytes(length, "little") for length in lengths])
+        lengths = self._gathered_bytes(len(encoded).to_bytes(8, "little"), [8] * len(self.members))
+        texts = self._gathered_bytes(encoded, [int.from_bytes(length, "little") for length in lengths])
         other = next(k for k, digest in enumerate(digests) if digest != digests[0])
         raise PlanMismatchError(
             f"rank {self.members[other]} holds another plan than rank {self.members[0]}: "
@@ -222,7 +222,7 @@ class Team:
             "every rank has to call with the same shape, dtype, layouts and options, in the same order"
         )
 
-    def _all_gather(self, mine: bytes, sizes: Sequence[int]) -> list[bytes]:
+    def _gathered_bytes(self, mine: bytes, sizes: Sequence[int]) -> list[bytes]:
         """Every member's bytes, of sizes that all members know."""
         device = device_of(self)
         me = self.members.index(dist.get_rank())
