@@ -7,7 +7,6 @@ each call, as long as torch's own redistribution takes. All of it depends on mes
 from __future__ import annotations
 
 from functools import lru_cache
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement
 
+from optim_redist._running.views import dense_strides
 from optim_redist.canonical import canonical
 from optim_redist.dtensor import from_dtensor, known_layout, shard_order_of
 from optim_redist.layout import Layout, PartialInit
@@ -126,8 +126,7 @@ def _specification(
 ) -> Any:
     del types
     if stride is None:
-        # as torch does, count sizes of 0 as 1 in strides
-        stride = tuple(prod(max(size, 1) for size in shape[k + 1 :]) for k in range(len(shape)))
+        stride = dense_strides(shape)
     private = dtensor_package._dtensor_spec
     meta = private.TensorMeta(shape, stride, dtype)
     if not order:

@@ -50,6 +50,7 @@ def dense_strides(sizes: Sequence[int]) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(sizes):
         strides.append(step)
+        # as in torch
         step *= max(1, size)
     return tuple(reversed(strides))
 
