@@ -30,6 +30,26 @@ def check_scalars(**scalars: Any) -> None:
             raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(scalar.shape)}")
 
 
+def check_scalar_tensors(**numbers: Any) -> None:
+    """Raise unless each number that is given is a tensor of one element.
+
+    Raises:
+        TypeError: for a Python number.
+        ValueError: for a tensor of several numbers, which plain torch would broadcast along the last dimension.
+    """
+    for name, number in numbers.items():
+        if number is None:
+            continue
+        if not isinstance(number, Tensor):
+            raise TypeError(
+                f"{name} must be a 0-d tensor, got {number!r}; give torch.tensor({number!r}), on the parameters' device"
+            )
+        if number.numel() != 1:
+            raise ValueError(
+                f"{name} must be a 0-d tensor, one number for all gradients, got shape {tuple(number.shape)}"
+            )
+
+
 def check_switches(**switches: Any) -> None:
     """Raise ``ValueError`` unless each is True or False: any non-empty string would count as True."""
     for name, switch in switches.items():

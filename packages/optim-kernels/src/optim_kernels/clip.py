@@ -21,7 +21,7 @@ from torch import Tensor
 
 from optim_kernels import reference
 from optim_kernels._gradient_norm import GradientNorms
-from optim_kernels.functional._lists import check_numbers
+from optim_kernels._options import check_scalar_tensors
 
 __all__ = [
     "clip_factor",
@@ -128,7 +128,7 @@ def clip_grads_with_norm_(
 @torch.no_grad()
 def clip_factor(total_norm: Tensor, max_norm: float) -> Tensor:
     """``min(1, max_norm / (total_norm + 1e-6))``, 0-d on the norm's device; NaN if the norm is."""
-    check_numbers(total_norm=total_norm)
+    check_scalar_tensors(total_norm=total_norm)
     return reference.clip_factor(total_norm, float(max_norm))
 
 

@@ -14,7 +14,7 @@ from optim_kernels._optimizers.adamw_options import check_adamw_scalars
 from optim_kernels._optimizers.followed_writes import can_be_followed
 from optim_kernels._optimizers.private_state import KnownStates
 from optim_kernels._optimizers.storage import master_of
-from optim_kernels.functional._lists import check_numbers
+from optim_kernels._options import check_scalar_tensors
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import KnownAddresses, KnownKinds, TensorList
 from optim_kernels.reference.adamw import AdamWScalars
@@ -119,7 +119,7 @@ class AdamWStep:
         clip_factor: Tensor | None,
     ) -> None:
         """The part of ``run`` that may raise, before anything is launched."""
-        check_numbers(grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
+        check_scalar_tensors(grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
         try:
             scalars = [
                 AdamWScalars(

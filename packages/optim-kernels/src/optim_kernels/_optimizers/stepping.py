@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from optim_kernels._dtensors import whole
-from optim_kernels.functional._lists import check_numbers
+from optim_kernels._options import check_scalar_tensors
 from optim_utils.compiling import not_compiled
 
 Arguments = ParamSpec("Arguments")
@@ -76,7 +76,7 @@ def run_closure(closure: Callable[[], Any] | None) -> Any:
 
 def checked_factor(clip_factor: Any) -> Tensor | None:
     """The ``clip_factor`` that ``step`` was given, checked before the step begins; a DTensor in full."""
-    check_numbers(clip_factor=clip_factor)
+    check_scalar_tensors(clip_factor=clip_factor)
     factor: Tensor | None = whole(clip_factor)
     return factor
 

@@ -1,4 +1,4 @@
-"""Lists that belong together, and numbers on the device: refused by name if they do not fit, before any is written."""
+"""Lists that belong together: refused by name if they do not fit, before any is written."""
 
 from __future__ import annotations
 
@@ -17,26 +17,6 @@ def check_lengths(count: int, of: str, **lists: Sequence[Any] | None) -> None:
     for name, each in lists.items():
         if each is not None and len(each) != count:
             raise ValueError(f"{name} must have one entry for each of the {count} {of}, got {len(each)}")
-
-
-def check_numbers(**numbers: Any) -> None:
-    """Raise unless each number that is given is a tensor of one element.
-
-    Raises:
-        TypeError: for a Python number.
-        ValueError: for a tensor of several numbers, which plain torch would broadcast along the last dimension.
-    """
-    for name, number in numbers.items():
-        if number is None:
-            continue
-        if not isinstance(number, Tensor):
-            raise TypeError(
-                f"{name} must be a 0-d tensor, got {number!r}; give torch.tensor({number!r}), on the parameters' device"
-            )
-        if number.numel() != 1:
-            raise ValueError(
-                f"{name} must be a 0-d tensor, one number for all gradients, got shape {tuple(number.shape)}"
-            )
 
 
 def check_floating(**lists: Sequence[Tensor] | None) -> None:

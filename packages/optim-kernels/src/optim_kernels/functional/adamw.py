@@ -10,13 +10,12 @@ from torch import Tensor
 
 from optim_kernels import reference
 from optim_kernels._impl import Impl, check_impl, use_triton
-from optim_kernels._options import are_numbers, check_scalars, check_seed, check_switches
+from optim_kernels._options import are_numbers, check_scalar_tensors, check_scalars, check_seed, check_switches
 from optim_kernels.functional._lists import (
     check_counts,
     check_floating,
     check_lengths,
     check_masters,
-    check_numbers,
     check_shapes,
 )
 from optim_kernels.functional.adamw_plan import AdamWPlan
@@ -85,7 +84,7 @@ def adamw_(
         return
     check_impl(impl)
     check_switches(stochastic_rounding=stochastic_rounding)
-    check_numbers(grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
+    check_scalar_tensors(grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
     # the kernels can update whatever a plan was made for
     planned = plan is not None and impl != "torch" and plan.is_for(params)
     # an empty list stands for none, as in torch's own functions

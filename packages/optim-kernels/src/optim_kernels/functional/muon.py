@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from optim_kernels._impl import Impl, check_impl, use_triton
-from optim_kernels._options import check_scalars, check_seed, check_switches
+from optim_kernels._options import check_scalar_tensors, check_scalars, check_seed, check_switches
 from optim_kernels.functional._lists import (
     check_floating,
     check_lengths,
     check_masters,
-    check_numbers,
     check_shapes,
     check_whole,
 )
@@ -100,7 +99,7 @@ def muon_(
     check_seed(seed)
     if stochastic_rounding and steps is None:
         raise ValueError("stochastic_rounding=True needs steps, for each parameter the number of this step, from 1")
-    check_numbers(grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
+    check_scalar_tensors(grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
     check_lengths(
         len(params),
         "params",

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from optim_kernels._impl import why_not_triton
-from optim_kernels._options import are_numbers, check_scalars, check_switches
+from optim_kernels._options import are_numbers, check_scalar_tensors, check_scalars, check_switches
 from optim_kernels.functional._device_scalars import as_scalar
 from optim_kernels.functional._element_launch import ElementLaunch, why_not_taken
-from optim_kernels.functional._lists import check_lengths, check_numbers
+from optim_kernels.functional._lists import check_lengths
 from optim_kernels.reference.muon import Scalar
 from optim_kernels.reference.storage import MASTER_KINDS
 
@@ -79,7 +79,7 @@ class MuonMomenta:
             ValueError: for tensors that the kernel cannot take, by name, before anything is written.
             RuntimeError: if there is no Triton, or it cannot run where the tensors are.
         """
-        check_numbers(clip_factor=clip_factor, grad_scale=grad_scale)
+        check_scalar_tensors(clip_factor=clip_factor, grad_scale=grad_scale)
         check_switches(nesterov=nesterov, maximize=maximize)
         if not grads:
             check_lengths(0, "grads", buffers=buffers, us=us)
