@@ -22,7 +22,7 @@ from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizers import nanochat_checkpoints as nanochat
 from optim_kernels._optimizers.adamw_options import check_adamw_ranges, check_adamw_scalars
 from optim_kernels._optimizers.adamw_paths import NOT_YET_THERE, why_not_stored
-from optim_kernels._optimizers.adamw_state import NEEDED, laid_out
+from optim_kernels._optimizers.adamw_state import NEEDED, laid_out, zero_state
 from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
 from optim_kernels._optimizers.explaining import launches_line, text_table
 from optim_kernels._optimizers.group_clipping import check_clipping, check_here, clipping_of_step, norm_and_factor
@@ -38,7 +38,7 @@ from optim_kernels._optimizers.stepping import (
     run_closure,
     without_gradients,
 )
-from optim_kernels._optimizers.storage import check_dtype, drop_other_masters, new_count
+from optim_kernels._optimizers.storage import check_dtype, drop_other_masters
 from optim_kernels._options import check_switches
 from optim_kernels.functional import adamw_
 from optim_kernels.functional._muon_workspace import workspace_for
@@ -48,6 +48,8 @@ __all__ = ["TritonMuonAdamW"]
 
 # Options of AdamW that groups of kind "adamw" do not have.
 _NOT_HERE = ("amsgrad", "differentiable", "master_weights", "state_dtype", "stochastic_rounding")
+# How these groups store states.
+_AS_TORCH = {"amsgrad": False, "master_weights": None, "state_dtype": None}
 
 
 def _options(group: dict[str, Any]) -> list[Any]:
@@ -222,10 +224,8 @@ class TritonMuonAdamW(MuonOptimizer):
         state = self._own_state[p]
         # the state of a parameter from a Muon group may have a count of Muon's steps, and a master
         if not state.keys() >= {*NEEDED}:
-            state["step"] = new_count(p.device)
-            state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        drop_other_masters({"master_weights": None}, state)
+            state.update(zero_state(p, _AS_TORCH, step_device=p.device))
+        drop_other_masters(_AS_TORCH, state)
         # a loaded count is on the CPU, or nanochat's int
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=p.device)
 
