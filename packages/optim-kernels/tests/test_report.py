@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from optim_kernels import __main__ as report
 from optim_kernels import _kernels
@@ -65,6 +66,13 @@ def test_a_failure_is_in_the_report_and_in_the_exit_status(
     assert lines[0] == f"python          {report.environment()['python']}"
     assert lines[-1] == f"{'norm':<44}FAILED: error 0.2, allowed 0.1"
     assert report.outcome(lambda: 1 / 0) == "FAILED: ZeroDivisionError: division by zero"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_nan_in_any_tensor_is_a_failure(place: int) -> None:
+    found, ones = [torch.ones(2), torch.ones(2)], [torch.ones(2), torch.ones(2)]
+    found[place][1] = torch.nan
+    assert report.outcome(lambda: (report.largest_difference(found, ones), 1.0)).startswith("FAILED: error nan")
 
 
 def test_results_are_printed_as_they_come(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

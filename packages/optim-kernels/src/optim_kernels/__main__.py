@@ -13,7 +13,7 @@ import importlib.util
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -240,7 +240,7 @@ def check_muon(
         by_kernels.step()
         in_fp64.step()
     moves = [(p.detach() - x.double(), q.detach() - x) for p, q, x in zip(ours, exact, starts, strict=True)]
-    return max(float((found - move).norm() / move.norm()) for found, move in moves), allowed
+    return largest((found - move).norm() / move.norm() for found, move in moves), allowed
 
 
 def check_newton_schulz(
@@ -258,13 +258,18 @@ def check_newton_schulz(
         is_open = x.is_cuda and dtype == torch.float16
         found = run(x, compute_dtype=None if is_open else dtype, impl="triton").double()
         exact = run(x.double(), compute_dtype=torch.float64, impl="torch")
-        errors.append(float((found - exact).norm() / exact.norm()))
-    return max(errors), allowed
+        errors.append((found - exact).norm() / exact.norm())
+    return largest(errors), allowed
 
 
 def largest_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest difference between two lists of tensors, over all elements."""
-    return max(float((x.double() - y.double()).abs().max()) for x, y in zip(found, expected, strict=True))
+    return largest((x.double() - y.double()).abs().max() for x, y in zip(found, expected, strict=True))
+
+
+def largest(errors: Iterable[Tensor]) -> float:
+    """The largest of some numbers; NaN if there is one, which Python's ``max`` would pass over."""
+    return float(torch.stack(list(errors)).max())
 
 
 if __name__ == "__main__":
