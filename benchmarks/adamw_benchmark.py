@@ -30,6 +30,7 @@ from benchmarks import timing
 from benchmarks.adamw_peers import HYPERPARAMETERS, PEERS, MakeStep, Params, Step, of_class, peers
 from benchmarks.arguments import add_json, count
 from benchmarks.ceilings import ceilings
+from benchmarks.errors import largest
 from benchmarks.model_lists import MODELS, ONE, Shape, make_parameters, model_shapes, num_elements
 from benchmarks.report import Report
 from optim_kernels import TritonAdamW, reference
@@ -269,8 +270,8 @@ def _free() -> None:
 
 
 def largest_of(tensors: Iterable[Tensor]) -> float:
-    """The largest magnitude in all tensors; NaN if there is one, which Python's ``max`` would pass over."""
-    return float(torch.stack([tensor.abs().max() for tensor in tensors]).max())
+    """The largest magnitude in all tensors."""
+    return largest(tensor.abs().max() for tensor in tensors)
 
 
 def first_step_error(case: Case) -> tuple[float, float]:

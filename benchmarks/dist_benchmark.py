@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.arguments import add_json, count
 from benchmarks.dist_optimizers import ADAMW, our_optimizer, torch_optimizers
+from benchmarks.errors import largest
 from benchmarks.model_lists import Shape, gpt2, make_tensors, model_shapes, nanochat, num_elements
 from benchmarks.ranks import agreed, end_ranks, need_ranks, start_ranks, synchronize
 from benchmarks.report import Report
@@ -270,12 +271,11 @@ def timed(
 
 
 def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest difference over the largest value, over a sample of parameters; NaN if any is."""
-    errors = [
+    """The largest difference over the largest value, over a sample of parameters."""
+    return largest(
         (a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30)
         for a, b in zip(found, expected, strict=True)
-    ]
-    return float(torch.stack(errors).max())
+    )
 
 
 def measure(job: Job, name: str, options: argparse.Namespace) -> Generator[Any, None, None]:

@@ -28,6 +28,7 @@ from torch import Tensor
 from benchmarks import timing
 from benchmarks.arguments import add_json, count
 from benchmarks.ceilings import ceilings
+from benchmarks.errors import largest
 from benchmarks.model_lists import MODELS, make_parameters, model_shapes, muon_shapes, num_elements
 from benchmarks.newton_schulz_peers import peers_of
 from benchmarks.report import Report
@@ -200,9 +201,8 @@ def measure_step(arguments: argparse.Namespace, device: str) -> Report | None:
 
 @torch.no_grad()
 def largest_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """By how much a tensor differs at most, relative to its norm; NaN if anything is, which Python's ``max`` passes."""
-    differences = [(p.float() - q.float()).norm() / q.float().norm() for p, q in zip(found, expected, strict=True)]
-    return float(torch.stack(differences).max())
+    """By how much a tensor differs at most, relative to its norm."""
+    return largest((p.float() - q.float()).norm() / q.float().norm() for p, q in zip(found, expected, strict=True))
 
 
 def time_step(optimizer: torch.optim.Optimizer, device: str) -> dict[str, float]:
