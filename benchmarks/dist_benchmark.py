@@ -225,7 +225,7 @@ def rows_for(mode: str, wanted: str) -> list[str]:
     return [REFERENCE, *[name for name in names if name != REFERENCE]]
 
 
-def ceilings(device: torch.device) -> dict[str, float]:
+def limits_of_ranks(device: torch.device) -> dict[str, float]:
     """GB/s of reduce-scatter and all-gather (bus), of a copy (read and written), and TFLOP/s of a bf16 product."""
     cuda, world_size = device.type == "cuda", dist.get_world_size()
     numel = (2**29 if cuda else 2**18) // (128 * world_size) * 128 * world_size
@@ -350,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     options.deadline = time.monotonic() + options.budget
     need_ranks("a distributed step", "dist_benchmark")
     device = start_ranks()
-    limits = ceilings(device)
+    limits = limits_of_ranks(device)
     report = Report(
         f"One optimizer step on {dist.get_world_size()} ranks; measured ceilings: "
         + ", ".join(f"{name} {value:.4g}" for name, value in limits.items())
