@@ -6,11 +6,13 @@ raised.
 
 import copy
 import functools
+import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from dist_cases import Scenarios, device_of, normal
-from dist_loops import Net, assert_same, batch, build, values
+from dist_loops import Net, alone, assert_same, batch, build, values
 from torch import nn
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, clip_grad_norm_
@@ -90,6 +92,25 @@ def joint_clipping_of_two_optimizers(rank, world_size):
         clip_grad_norm_([nn.Parameter(torch.ones(3))], 1.0)
     with pytest.raises(ValueError, match="only some of the parameters"):
         clip_grad_norm_(vectors[:1], 1.0)
+
+
+@scenario(2)
+def optimizers_of_different_ranks_have_no_joint_norm(rank, world_size):
+    """Each rank would clip its part of the shared layers by a norm of its own."""
+    net = Net(device_of(rank))
+    shared, own = net.layers[:3], net.layers[3]
+    optimizers = [TritonDistAdamW(shared.parameters()), TritonDistAdamW(own.parameters(), process_group=alone(rank))]
+    net(batch(rank, 0)).backward()
+    for given in (optimizers, list(net.parameters())):
+        with pytest.raises(ValueError, match=r"different ranks, \[0, 1\] and"):
+            clip_grad_norm_(given, 0.1)
+    # as the error says
+    both, mine = (clip_grad_norm_(optimizer, math.inf) for optimizer in optimizers)
+    squares = mine.square()
+    dist.all_reduce(squares)
+    factor = torch.clamp(0.1 / (both.square() + squares).sqrt(), max=1.0)
+    for optimizer in optimizers:
+        optimizer.step(clip_factor=factor)
 
 
 @scenario(1, 2)

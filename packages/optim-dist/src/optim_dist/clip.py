@@ -9,7 +9,7 @@ step the smallest counts; each call returns the norm of unscaled gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -39,7 +39,7 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: for a ``max_norm`` that is no number of at least 0, for a negative ``norm_type``, for parameters
-            that no live optimizer has, or for only some of an optimizer's.
+            that no live optimizer has, for only some of an optimizer's, or for optimizers of different ranks.
     """
     # a negative one would turn every gradient around
     if not isinstance(max_norm, Tensor) and not (isinstance(max_norm, Real) and max_norm >= 0):
@@ -47,6 +47,7 @@ def clip_grad_norm_(
     if not float(norm_type) >= 0:
         raise ValueError(f"norm_type must be at least 0, or inf, got {norm_type}")
     optimizers = _optimizers(optimizer_or_parameters)
+    _check_ranks(optimizers)
     norm = combine_norms([optimizer.measure_norm(norm_type) for optimizer in optimizers], float(norm_type)).float()
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise RuntimeError(
@@ -56,6 +57,18 @@ def clip_grad_norm_(
     for optimizer in optimizers:
         optimizer.clip_with(clip_factor(norm, max_norm), norm)
     return norm
+
+
+def _check_ranks(optimizers: Sequence[LiveOptimizer]) -> None:
+    """Refuse optimizers of different ranks: a norm that is not the same on all ranks of one would scale parts of it."""
+    first, *others = [sorted(optimizer.communicator.ranks) for optimizer in optimizers]
+    for ranks in others:
+        if ranks != first:
+            raise ValueError(
+                f"optimizers that work on different ranks, {first} and {ranks}, have no joint norm that all ranks "
+                "know; clip each by itself, or get norms by clip_grad_norm_(optimizer, math.inf), combine them over "
+                "all ranks and give every step() the same clip_factor="
+            )
 
 
 def _with_gradients(optimizer: LiveOptimizer) -> set[int]:
