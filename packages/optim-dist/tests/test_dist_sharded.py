@@ -15,6 +15,7 @@ import torch.distributed as dist
 from dist_cases import Scenarios, device_of, mesh_of, normal
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -453,6 +454,20 @@ def what_cannot_be_updated_is_refused(rank, world_size):
     lonely = DTensor.from_local(torch.ones(3, device=device), pair[0], [Shard(0)])
     with pytest.raises(ValueError, match=r"w: a DTensor over ranks \[\d\], .* nobody would sum its gradient"):
         TritonDistAdamW([("w", nn.Parameter(lonely))])
+
+
+@scenario(2)
+def meshes_that_exchange_ranks_are_refused(rank, world_size):
+    """Checkpoints had the parts of such a parameter in the other order, without a word."""
+    mesh, device = DeviceMesh(device_of(rank).type, [1, 0]), device_of(rank)
+    layer = nn.Linear(8, 8, device=device)
+    fully_shard(layer, mesh=mesh)
+    with pytest.raises(ValueError, match=r"weight: a DTensor over the mesh \[1, 0\], whose ranks do not ascend"):
+        TritonDistAdamW(layer.named_parameters())
+    # the order makes no difference to what is whole on every rank
+    whole = distribute_tensor(torch.ones(3, device=device), mesh, [Replicate()])
+    optimizer = TritonDistAdamW([("w", nn.Parameter(whole))])
+    assert not optimizer.plan.buckets
 
 
 @scenario(2)

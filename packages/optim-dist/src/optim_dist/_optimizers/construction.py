@@ -268,6 +268,15 @@ def _device_fault(
 def _placement_findings(name: str, parameter: DTensor) -> list[str]:
     if any(placement.is_partial() for placement in parameter.placements):
         return [f"{name}: a DTensor with pending sums, {parameter.placements}; redistribute it to Shard or Replicate"]
+    mesh = parameter.device_mesh
+    for axis, (placement, place) in enumerate(zip(parameter.placements, mesh.get_coordinate() or ())):
+        # backends number a group's ranks from the lowest up, whatever their order in the mesh
+        if not placement.is_replicate() and place != mesh.get_group(axis).rank():
+            return [
+                f"{name}: a DTensor over the mesh {mesh.mesh.tolist()}, whose ranks do not ascend along an axis that "
+                "cuts it: collectives take its parts in the order of ranks, but checkpoints, torch's too, in that of "
+                "the mesh; list ranks in ascending order"
+            ]
     try:
         layout_of(parameter)
     except RedistError as error:
