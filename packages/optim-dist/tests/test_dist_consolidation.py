@@ -290,8 +290,8 @@ def a_state_of_an_earlier_step_is_refused(rank, world_size):
 @scenario(2)
 def ranks_that_do_not_exist_or_differ_are_refused(rank, world_size):
     optimizer = make("adamw", Net(device_of(rank)))
-    for to in (-1, 2):
-        with pytest.raises(ValueError, match=rf"to must be one of the optimizer's ranks 0-1, got {to}"):
+    for to in (-1, 2, "first"):
+        with pytest.raises(ValueError, match=rf"to must be one of the optimizer's ranks 0-1, got {to!r}"):
             optimizer.consolidate_state_dict(to)
     with pytest.raises(RuntimeError, match="to of consolidate_state_dict is 0 on rank 0, 1 on rank 1"):
         optimizer.consolidate_state_dict(to=rank)

@@ -247,6 +247,17 @@ def test_what_is_no_whole_number_of_at_least_one_is_refused(tmp_path, name, valu
         elastic.run(train, tmp_path, **{"every": 1, name: value})
 
 
+@pytest.mark.parametrize("total", [2.5, "3", None])
+def test_a_total_that_is_no_whole_number_is_refused(tmp_path, total):
+    """Of 2.5 steps three were made, and not saved."""
+    model = nn.Linear(4, 4)
+    optimizer = TritonDistAdamW(model.named_parameters())
+    with pytest.raises(ValueError, match=f"total must be a whole number of steps, got {total!r}"):
+        next(elastic.Run(tmp_path, every=5).steps(model, optimizer, total))
+    with pytest.raises(TypeError, match="steps takes model, an optimizer of optim_dist and total, got Linear"):
+        next(elastic.Run(tmp_path, every=5).steps(optimizer, model, 3))
+
+
 def test_checkpoints_stay_together_when_the_loop_changes_its_directory(tmp_path, monkeypatch):
     """Of a relative path, each part of a run would have its own checkpoints, and forget those of the other."""
     elsewhere = tmp_path / "elsewhere"

@@ -11,7 +11,7 @@ from dist_cases import BACKENDS, device_of, mesh_of, normal, world_sizes
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint
+from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint, clip_grad_norm_
 from optim_kernels import TritonAdamW, TritonMuon
 from optim_utils.low_bit import LowBitTensor
 from optim_utils.testing import run_ranks
@@ -489,3 +489,23 @@ def test_a_group_without_parameters_is_refused_by_what_it_has():
         TritonDistAdamW([listed, {"lr": 1.0, "param": []}])
     with pytest.raises(ValueError, match=r"a group must have 'params', got one with nothing$"):
         TritonDistAdamW([listed]).add_param_group({})
+
+
+@pytest.mark.parametrize("optimizer_class", [TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW])
+def test_a_group_that_is_no_dict_or_lists_nothing_is_refused(optimizer_class):
+    listed = {"kind": "muon", "params": [nn.Parameter(torch.ones(4, 4))]}
+    other = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(TypeError, match=r"a group must be a dict with 'params', got a Parameter"):
+        optimizer_class([listed, other])
+    with pytest.raises(TypeError, match=r"a group must be a dict with 'params', got a list"):
+        optimizer_class([listed]).add_param_group([other])
+    with pytest.raises(TypeError, match=r"params of a group must be a list of parameters, got None"):
+        optimizer_class([{**listed, "params": None}])
+
+
+@pytest.mark.parametrize(
+    "given", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), [None]], ids=["model", "list", "none"]
+)
+def test_what_has_no_gradients_to_clip_is_refused(given):
+    with pytest.raises(TypeError, match=r"takes optimizers of optim_dist, or parameters .*, got a (Linear|NoneType)"):
+        clip_grad_norm_(given, 1.0)

@@ -149,6 +149,8 @@ def test_what_makes_no_plan_is_refused():
         make_plan({"w": (2,)}, [{"kind": "muon", "params": ["w"]}], 2)
     with pytest.raises(ValueError, match="kind must be"):
         make_plan({"w": (2,)}, [{"kind": "sgd", "params": ["w"]}], 2)
+    with pytest.raises(ValueError, match="w: kind must be 'adamw' or 'muon', got None"):
+        make_plan({"w": (2,)}, [{"params": ["w"]}], 2)
     with pytest.raises(ValueError, match="world_size"):
         plan_parameters([ParameterSpec("w", (2,), (1,), torch.float32, "adamw")], 0)
     with pytest.raises(ValueError, match=r"world_size must be a whole number of at least 1, got 2\.5"):

@@ -38,6 +38,7 @@ def clip_grad_norm_(
         foreach: torch's argument; it has no effect.
 
     Raises:
+        TypeError: for anything but optimizers of this package and tensors.
         ValueError: for a ``max_norm`` that is no number of at least 0, for a negative ``norm_type``, for parameters
             that no live optimizer has, for only some of an optimizer's, or for optimizers of different ranks.
     """
@@ -78,7 +79,14 @@ def _with_gradients(optimizer: LiveOptimizer) -> set[int]:
 
 
 def _optimizers(given: Any) -> list[LiveOptimizer]:
-    items: list[Any] = [given] if isinstance(given, LiveOptimizer | Tensor) else list(given)
+    is_listed = isinstance(given, Iterable) and not isinstance(given, LiveOptimizer | Tensor)
+    items: list[Any] = list(given) if is_listed else [given]
+    for item in items:
+        if not isinstance(item, LiveOptimizer | Tensor):
+            raise TypeError(
+                f"clip_grad_norm_ takes optimizers of optim_dist, or parameters (model.parameters()), got a "
+                f"{type(item).__name__}"
+            )
     optimizers = [item for item in items if isinstance(item, LiveOptimizer)]
     if optimizers and len(optimizers) == len(items):
         return optimizers

@@ -98,9 +98,15 @@ class Run:
             CheckpointError: if the newest complete checkpoint does not fit model and optimizer, or is damaged, if there
                 are checkpoints but none is complete, or if a disk does not answer.
             RuntimeError: if ranks were given different numbers.
+            TypeError, ValueError: for arguments of another kind.
         """
+        if not isinstance(optimizer, DistOptimizer):
+            raise TypeError(f"steps takes model, an optimizer of optim_dist and total, got {type(optimizer).__name__}")
         given = {name: str(getattr(self, name)) for name in ("every", "keep", "poll", "async_", "copies")}
         compare_options({"total": str(total), **given}, optimizer.communicator)
+        # the save after the last step would be left out
+        if not isinstance(total, Real) or total % 1 > 0:
+            raise ValueError(f"total must be a whole number of steps, got {total!r}")
         self.done = self._resume(model, optimizer)
         while self.done < total and not self.stopped:
             yield self.done

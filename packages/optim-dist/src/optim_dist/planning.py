@@ -55,9 +55,9 @@ def make_plan(
                 raise ValueError(f"group {index} lists {name!r}, which group {group_of[name]} has already")
             group_of[name] = index
             shape = tuple(int(size) for size in named_shapes[name])
-            block = code_block(group, torch.empty(shape, device="meta")) if group["kind"] == "adamw" else 1
-            description = (name, shape, contiguous_stride(shape), dtype, group["kind"], index)
-            specs.append(ParameterSpec(*description, block=block))
+            kind: Any = group.get("kind")
+            block = code_block(group, torch.empty(shape, device="meta")) if kind == "adamw" else 1
+            specs.append(ParameterSpec(name, shape, contiguous_stride(shape), dtype, kind, index, block=block))
     specs.sort(key=lambda spec: order[spec.name])
     return plan_parameters(specs, world_size, bucket_mb=bucket_mb, grad_dtype=grad_dtype, reduce_dtype=reduce_dtype)
 

@@ -52,7 +52,7 @@ def consolidate(optimizer: LiveOptimizer, to: int | None) -> Consolidated | None
     compare_options({"to of consolidate_state_dict": str(to)}, communicator)
     if to is None:
         return None
-    if not 0 <= to < communicator.world_size:
-        raise ValueError(f"to must be one of the optimizer's ranks 0-{communicator.world_size - 1}, got {to}")
+    if not isinstance(to, int) or not 0 <= to < communicator.world_size:
+        raise ValueError(f"to must be one of the optimizer's ranks 0-{communicator.world_size - 1}, got {to!r}")
     full = full_state_dict(optimizer, communicator.chunk_of(to))
     return Consolidated(to, full.get("state"))

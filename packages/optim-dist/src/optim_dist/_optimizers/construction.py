@@ -28,7 +28,7 @@ def without_duplicates(params: Iterable[Any] | Mapping[str, Any]) -> list[Any]:
     """``params`` as a list in which each group has a tied parameter once; torch warns if one is listed twice.
 
     Raises:
-        TypeError: for a model, or a single parameter without a list.
+        TypeError: for a model, a single parameter without a list, or a group whose ``params`` are no list.
         ValueError: for a group without ``params``.
     """
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
@@ -41,7 +41,12 @@ def without_duplicates(params: Iterable[Any] | Mapping[str, Any]) -> list[Any]:
         for group in items:
             if isinstance(group, dict) and "params" not in group:
                 raise ValueError(f"a group must have 'params', got one with {', '.join(map(repr, group)) or 'nothing'}")
-        return [{**group, "params": _distinct(group["params"])} if "views" not in group else group for group in items]
+        return [
+            {**group, "params": _distinct(group["params"])}
+            if isinstance(group, dict) and "views" not in group
+            else group
+            for group in items
+        ]
     return _distinct(items)
 
 
@@ -305,6 +310,8 @@ def _mesh_findings(found: Sequence[Entry], by_entry: Sequence[list[list[int]]], 
 def _distinct(params: Any) -> Any:
     if isinstance(params, Tensor):
         return params
+    if not isinstance(params, Iterable):
+        raise TypeError(f"params of a group must be a list of parameters, got {params!r}")
     seen: set[int] = set()
     kept = []
     for item in params:

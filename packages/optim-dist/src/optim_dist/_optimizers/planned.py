@@ -239,6 +239,8 @@ class PlannedOptimizer(LiveOptimizer):
         refused: Exception | None = None
         found: list[Entry] = []
         try:
+            if not isinstance(param_group, dict):
+                raise TypeError(f"a group must be a dict with 'params', got a {type(param_group).__name__}")
             super().add_param_group(self._completed(construction.without_duplicates([param_group])[0]))
             self._check_group(self.param_groups[-1])
             self._views(self.param_groups[-1])
