@@ -672,6 +672,32 @@ def test_adamw_goes_on_bitwise(options):
     assert_same(models[0].state_dict(), models[1].state_dict())
 
 
+def test_objects_beside_the_states_of_parameters_are_filled():
+    optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(2))]) for _ in range(2)]
+    for optimizer in optimizers:
+        attach_state_dict_hooks(optimizer)
+        optimizer.state["of all"] = {"low": WithLowBit(), "count": 1, "sums": torch.zeros(2)}
+    optimizers[0].state["of all"].update(count=2, sums=torch.ones(2))
+    saved = through_a_file(optimizers[0].state_dict())
+    live = optimizers[1].state["of all"]["low"]
+    optimizers[1].load_state_dict(saved)
+    state = optimizers[1].state["of all"]
+    assert state["low"] is live
+    assert_same(to_plain(live.low), to_plain(optimizers[0].state["of all"]["low"].low))
+    assert (state["count"], state["sums"].tolist()) == (2, [1, 1])
+    del saved["state"]["of all"]["low"]["low"]["codes"]
+    with pytest.raises(StateLoadError, match=r'\["of all", "low", "low"\]'):
+        optimizers[1].load_state_dict(saved)
+    assert optimizers[1].state["of all"]["low"] is live
+    optimizers[1].load_state_dict({**saved, "state": {"of all": 3}})
+    assert optimizers[1].state["of all"] == 3
+
+
+def test_only_optimizers_have_hooks():
+    with pytest.raises(TypeError, match=r"attach_state_dict_hooks takes a torch\.optim\.Optimizer, got a Linear"):
+        attach_state_dict_hooks(nn.Linear(2, 2))
+
+
 def test_hooks_are_attached_once_and_can_be_removed():
     optimizer = Sgd([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2), requires_grad=False)])
     optimizer.register_state_dict_post_hook(lambda *_: None)

@@ -42,10 +42,11 @@ State = dict[Any, Any]
 def attach_state_dict_hooks(optimizer: Optimizer, *, strict: bool = True) -> StateDictHooks:
     """Make ``optimizer.state_dict()`` and ``load_state_dict`` work with objects in the state; return the handle.
 
-    The state may hold `OptimizerModule` objects and `LowBitTensor` tensors, also inside dicts and sequences. Its
-    checkpoint then consists of tensors and numbers in nested dicts, which ``torch.save`` and
-    ``torch.load(weights_only=True)``, ``torch.distributed.checkpoint`` and ``get_optimizer_state_dict`` (nested and
-    flat) can hold. Every tensor comes back with the dtype it was saved in, on the device where the optimizer has it.
+    The state of a parameter, or a dict that the optimizer keeps beside those, may hold `OptimizerModule` objects and
+    `LowBitTensor` tensors, also inside dicts and sequences. The checkpoint then consists of tensors and numbers in
+    nested dicts, which ``torch.save`` and ``torch.load(weights_only=True)``, ``torch.distributed.checkpoint`` and
+    ``get_optimizer_state_dict`` (nested and flat) can hold. Every tensor comes back with the dtype it was saved in, on
+    the device where the optimizer has it.
 
     If the checkpoint holds objects that the optimizer has not made yet, the optimizer makes them as
     ``get_optimizer_state_dict`` does: by a step with zero gradients and learning rate 0, after which parameters and
@@ -61,6 +62,8 @@ def attach_state_dict_hooks(optimizer: Optimizer, *, strict: bool = True) -> Sta
             `StateLoadError` before anything is changed; otherwise these entries keep their present values. An
             unexpected tensor is always taken over, as objects may make some of their tensors later.
     """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"attach_state_dict_hooks takes a torch.optim.Optimizer, got a {type(optimizer).__name__}")
     for hook in optimizer._optimizer_state_dict_post_hooks.values():
         if isinstance(getattr(hook, "__self__", None), StateDictHooks):
             raise ValueError(f"this {type(optimizer).__name__} has state dict hooks already; remove them first")
@@ -72,9 +75,9 @@ class StateDictHooks:
 
     def __init__(self, optimizer: Optimizer, strict: bool) -> None:
         self._strict = strict
-        # while a load goes on: what to write, and what each parameter's state becomes
+        # while a load goes on: what to write, and what the state of each parameter, or under each other key, becomes
         self._plan: LoadPlan | None = None
-        self._states: dict[Tensor, State] = {}
+        self._states: dict[Any, State] = {}
         # what torch replaces during a load, to be put back if the load fails
         self._to_restore: dict[str, Any] = {}
         # no cycle, which would keep a state in memory
@@ -122,14 +125,21 @@ class StateDictHooks:
             for key, entry in state_dict["state"].items()
         }
         params = {key: param for key, param in params.items() if key in saved}
+        # what an optimizer keeps beside its parameters' states has the same key in both
+        owners = params | {
+            key: key
+            for key, entry in saved.items()
+            if key not in params and isinstance(entry, dict) and _holds_objects(optimizer.state.get(key))
+        }
         newly_stateful = _make_missing_objects(optimizer, {param: saved[key] for key, param in params.items()})
         self._plan = LoadPlan(assign=True)
         self._states = {}
         converted = frozenset(getattr(optimizer, "_converted_state_keys", ()))
         try:
-            for key, param in params.items():
-                live = optimizer.state.get(param, {})
-                self._states[param] = _planned_state(self._plan, live, saved[key], param.device, (key,), converted)
+            for key, owner in owners.items():
+                live = optimizer.state.get(owner, {})
+                device = owner.device if isinstance(owner, Tensor) else None
+                self._states[owner] = _planned_state(self._plan, live, saved[key], device, (key,), converted)
             report = self._plan.check(strict=self._strict)
         except BaseException:
             _drop_states(optimizer, newly_stateful)
@@ -138,7 +148,7 @@ class StateDictHooks:
             logger.warning(in_words(issue))
         self._to_restore = {"state": optimizer.state, "param_groups": optimizer.param_groups}
         _guard_next_setstate(optimizer, self._states, self._to_restore)
-        shown = {key: {name: _or_placeholder(value) for name, value in saved[key].items()} for key in params}
+        shown = {key: {name: _or_placeholder(value) for name, value in saved[key].items()} for key in owners}
         return {**state_dict, "state": {**saved, **shown}}
 
     def _after_load(self, optimizer: Optimizer) -> None:
@@ -148,11 +158,11 @@ class StateDictHooks:
         try:
             plan.write()
             plan.perform_last_loads()
-            for param, state in states.items():
+            for owner, state in states.items():
                 for name, value in state.items():
                     # the optimizer may have put the saved form here, or a tensor of its own
-                    if _holds_objects(value) and not isinstance(optimizer.state[param].get(name), Tensor):
-                        optimizer.state[param][name] = value
+                    if _holds_objects(value) and not isinstance(optimizer.state[owner].get(name), Tensor):
+                        optimizer.state[owner][name] = value
         except BaseException as error:
             vars(optimizer).update(to_restore)
             error.add_note(
@@ -176,7 +186,7 @@ def _register_before(
     return handle
 
 
-def _guard_next_setstate(optimizer: Optimizer, states: dict[Tensor, State], to_restore: dict[str, Any]) -> None:
+def _guard_next_setstate(optimizer: Optimizer, states: dict[Any, State], to_restore: dict[str, Any]) -> None:
     """Let ``states`` take the placeholders' place when torch calls the optimizer's ``__setstate__`` in a load.
 
     The guard hides the class's method until the optimizer calls it once. If that raises, as Adam's does for a state
@@ -187,8 +197,8 @@ def _guard_next_setstate(optimizer: Optimizer, states: dict[Tensor, State], to_r
         del vars(optimizer)["__setstate__"]
         # an optimizer that goes back to its state, as the load has failed, is no load
         if new["state"] is not to_restore["state"]:
-            for param, state in states.items():
-                new["state"][param] = _completed(state, new["state"][param])
+            for owner, state in states.items():
+                new["state"][owner] = _completed(state, new["state"][owner])
         try:
             optimizer.__setstate__(new)
         except BaseException:
@@ -259,15 +269,20 @@ def _is_leaf(value: object) -> bool:
 
 
 def _planned_state(
-    plan: LoadPlan, live: State, saved: State, device: torch.device, path: tuple[Any, ...], converted: Collection[Any]
+    plan: LoadPlan,
+    live: State,
+    saved: State,
+    device: torch.device | None,
+    path: tuple[Any, ...],
+    converted: Collection[Any],
 ) -> State:
     """What a parameter's state becomes: the live objects, which the plan will fill, and the saved values.
 
-    Those whose names are in ``converted`` stay as they were saved.
+    Those whose names are in ``converted`` stay as they were saved. ``device`` is that of the parameter, if it is one.
     """
     entries = entries_by_key(saved, live) or {}
     # a parameter on meta has no memory yet: the loaded tensors bring it
-    plan.device = None if device.type == "meta" else device
+    plan.device = None if device is None or device.type == "meta" else device
     state = {}
     for name, value in entries.items():
         old = live.get(name)
@@ -286,10 +301,10 @@ def _planned_state(
     return state
 
 
-def _restored(value: Any, device: torch.device) -> Any:
+def _restored(value: Any, device: torch.device | None) -> Any:
     """A saved value on ``device``, in new containers; a 0-dim tensor is left where it is, as torch places it."""
     if isinstance(value, Tensor):
-        return value.to(device) if value.ndim else value
+        return value.to(device) if value.ndim and device is not None else value
     if is_low_bit_form(value):
         return from_plain({name: _restored(part, device) for name, part in value.items()})
     if isinstance(value, Mapping):
