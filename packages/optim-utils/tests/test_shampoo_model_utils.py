@@ -373,6 +373,35 @@ def test_mixed_requires_grad_is_refused():
     assert type(model[0]) is nn.Linear
 
 
+@pytest.mark.parametrize(
+    ("bias", "message"),
+    [
+        (
+            torch.zeros(2, dtype=torch.bfloat16),
+            r"dtype is torch\.float32 for the weight and torch\.bfloat16 for the bias",
+        ),
+        (torch.zeros(2, device="meta"), "device is cpu for the weight and meta for the bias"),
+    ],
+    ids=["dtype", "device"],
+)
+def test_a_bias_of_another_kind_than_the_weight_is_refused(bias, message):
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].bias = nn.Parameter(bias)
+    with pytest.raises(ValueError, match=message):
+        combine_linears(model)
+    assert type(model[0]) is nn.Linear
+
+
+def test_what_is_no_layer_or_model_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"from_linear takes a torch\.nn\.Linear, got a Conv1d"):
+        CombinedLinear.from_linear(nn.Conv1d(2, 2, 1))
+    for function in (combine_linears, uncombine_linears):
+        with pytest.raises(TypeError, match=rf"{function.__name__} takes a torch\.nn\.Module, got a list"):
+            function([nn.Linear(2, 2)])
+    with pytest.raises(TypeError, match="predicate has to be a function of name and layer, got a str"):
+        combine_linears(nn.Sequential(nn.Linear(2, 2)), "*")
+
+
 class Special(nn.Linear):
     pass
 

@@ -184,14 +184,18 @@ class CombinedLinear(nn.Module):
         """A layer with the values, device, dtype, ``requires_grad`` and mode of ``linear``.
 
         Raises:
-            ValueError: if only one of weight and bias requires a gradient: one parameter cannot do both.
+            TypeError: for what is no ``torch.nn.Linear``.
+            ValueError: if weight and bias differ in ``requires_grad``, dtype or device: one parameter has one of each.
         """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"from_linear takes a torch.nn.Linear, got a {type(linear).__name__}")
         weight, bias = linear.weight, linear.bias
-        if bias is not None and weight.requires_grad != bias.requires_grad:
-            raise ValueError(
-                f"weight and bias become one parameter, but requires_grad is {weight.requires_grad} for the weight and "
-                f"{bias.requires_grad} for the bias; give both the same"
-            )
+        for name in ("requires_grad", "dtype", "device"):
+            if bias is not None and getattr(weight, name) != getattr(bias, name):
+                raise ValueError(
+                    f"weight and bias become one parameter, but {name} is {getattr(weight, name)} for the weight and "
+                    f"{getattr(bias, name)} for the bias; give both the same"
+                )
         layer = cls(
             linear.in_features,
             linear.out_features,

@@ -36,12 +36,16 @@ def combine_linears(
         column_major: likewise.
 
     Raises:
+        TypeError: for a model that is no module, or a predicate that cannot be called.
         ValueError: before anything is replaced, if a layer cannot be replaced: its parameters are tied to another
-            module's, which a new joined parameter would not be; only one of its parameters requires a gradient; it has
-            hooks (also on its parameters), buffers or a ``forward`` of its own, which would be lost; or its parent
+            module's, which a new joined parameter would not be; they differ in ``requires_grad``, dtype or device; it
+            has hooks (also on its parameters), buffers or a ``forward`` of its own, which would be lost; or its parent
             reads its ``bias``, as ``torch.nn.TransformerEncoderLayer`` and ``torch.nn.MultiheadAttention`` do with
             their own layers.
     """
+    _check_model(model, "combine_linears")
+    if not (predicate is None or callable(predicate)):
+        raise TypeError(f"predicate has to be a function of name and layer, got a {type(predicate).__name__}")
     if type(model) is nn.Linear:
         raise ValueError(
             "the model itself is a Linear, which cannot be replaced in place; use CombinedLinear.from_linear"
@@ -58,6 +62,11 @@ def combine_linears(
             error.add_note(f"the layer is {name!r}")
             raise
     return _replace(model, replacements)
+
+
+def _check_model(model: object, function: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function} takes a torch.nn.Module, got a {type(model).__name__}")
 
 
 def _check_bias_is_not_read(model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
@@ -106,9 +115,11 @@ def uncombine_linears(model: nn.Module) -> list[str]:
     """Replace every `CombinedLinear` in ``model`` by a ``torch.nn.Linear``, in place; return their names.
 
     Raises:
+        TypeError: for a model that is no module.
         ValueError: before anything is replaced, for a layer whose parameter is tied or that has something that would be
             lost, as in `combine_linears`; and for a model that is a `CombinedLinear` itself.
     """
+    _check_model(model, "uncombine_linears")
     if type(model) is CombinedLinear:
         raise ValueError("the model itself is a CombinedLinear, which cannot be replaced in place; use its to_linear()")
     found = {name: layer for name, layer in model.named_modules() if type(layer) is CombinedLinear}
