@@ -254,6 +254,23 @@ def test_wrong_arguments_are_refused() -> None:
         philox_4x32((0, 0, 0, 0), (0, 0))
     with pytest.raises(TypeError, match=r"philox_2x32 needs .* only ints"):
         philox_2x32((0, 0), 0)
+    with pytest.raises(TypeError, match="stochastic_round takes a floating tensor, got a list"):
+        stochastic_round([1.0], torch.bfloat16)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"dense floating tensor, got torch\.float32 in layout torch\.sparse_coo"):
+        stochastic_round(x.to_sparse(), torch.bfloat16)
+    with pytest.raises(TypeError, match=r"out must be a torch\.bfloat16 tensor of shape \(2,\), got a list"):
+        stochastic_round(x, torch.bfloat16, out=[0.0, 0.0])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="dst must be a bfloat16 or float16 tensor, got a NoneType"):
+        stochastic_round_(None, x)  # type: ignore[arg-type]
+
+
+def test_an_offset_is_the_place_of_the_first_element() -> None:
+    # one number for each element would be added to their places, silently
+    for offset in (torch.arange(2), torch.tensor(1.0), 1.5, "1"):
+        with pytest.raises(TypeError, match="offset must be an int or a 0-dim integer tensor, got "):
+            stochastic_round(torch.ones(2), torch.bfloat16, seed=0, offset=offset)  # type: ignore[arg-type]
+    whole = philox_uint32(0, 0, (5,))
+    assert torch.equal(philox_uint32(0, torch.tensor(2), (3,)), whole[2:])
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
@@ -327,6 +344,8 @@ def test_split16_survives_a_parameter_zeroed_from_outside() -> None:
         split_master(torch.ones(1, dtype=torch.float64))
     with pytest.raises(TypeError, match="int32"):
         join_master(parameter, low.int())
+    with pytest.raises(ValueError, match=r"of one shape, got \(2, 1\) and \(2,\)"):
+        join_master(parameter[:, None], low)
 
 
 def run_average(beta: float, steps: int, store: object, start: float = 0.25, constant: bool = False) -> float:

@@ -87,16 +87,21 @@ def philox_2x32(counter: tuple[Word, Word], key: Word, *, rounds: int = 7) -> tu
 
 def _words(value: Word, name: str) -> tuple[Word, Word]:
     """Low and high 32-bit word of an int (modulo 2**64) or of a 0-dim integer tensor."""
+    _check_word(value, name)
+    if isinstance(value, Tensor):
+        value = value.to(torch.int64)
+    return value & _WORD, (value >> 32) & _WORD
+
+
+def _check_word(value: Word, name: str) -> None:
     if isinstance(value, Tensor):
         if value.dim() != 0 or value.is_floating_point() or value.is_complex():
             raise TypeError(
                 f"{name} must be an int or a 0-dim integer tensor, got {value.dtype} of {tuple(value.shape)}"
             )
-        value = value.to(torch.int64)
     # dynamo of torch 2.9 cannot trace a union, and may not know the class of NumPy's integers
     elif not isinstance(value, (int, torch.SymInt)) and not isinstance(value, Integral):
         raise TypeError(f"{name} must be an int or a 0-dim integer tensor, got {value!r}")
-    return value & _WORD, (value >> 32) & _WORD
 
 
 def _indices(offset: Word, count: int, device: torch.device | str | None) -> Tensor:
@@ -111,6 +116,7 @@ def philox_uint32(
     seed: Word, offset: Word, shape: int | Sequence[int], device: torch.device | str | None = None
 ) -> Tensor:
     """The plain stream: one random word (int64, in [0, 2**32)) for each of the elements offset, offset + 1, ..."""
+    _check_word(offset, "offset")
     count = _numel(shape)
 
     def words(start: int, stop: int) -> Tensor:

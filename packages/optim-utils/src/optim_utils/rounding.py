@@ -83,13 +83,17 @@ def stochastic_round(
     Float64 input is rounded to fp32 first, which moves the probability by at most 2**-17 (bf16) or 2**-14 (fp16). The
     result has no gradient.
     """
-    if not x.is_floating_point():
-        raise TypeError(f"stochastic_round takes a floating tensor, got {x.dtype}")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"stochastic_round takes a floating tensor, got a {type(x).__name__}")
+    if not x.is_floating_point() or x.layout != torch.strided:
+        raise TypeError(f"stochastic_round takes a dense floating tensor, got {x.dtype} in layout {x.layout}")
     if is_dtensor(x) or is_dtensor(out):
         raise TypeError(
             "stochastic_round takes plain tensors, got a DTensor: give this rank's part, .to_local(), with the place "
             "of its first element as offset"
         )
+    if not (out is None or isinstance(out, Tensor)):
+        raise TypeError(f"out must be a {dtype} tensor of shape {tuple(x.shape)}, got a {type(out).__name__}")
     if out is not None and (out.dtype != dtype or out.shape != x.shape):
         raise ValueError(f"out must be {dtype} of shape {tuple(x.shape)}, got {out.dtype} of shape {tuple(out.shape)}")
     bits = random_bits(x.shape, x.device, generator=generator, seed=seed, offset=offset)
@@ -106,6 +110,8 @@ def stochastic_round_(
     offset: Word = 0,
 ) -> Tensor:
     """dst, filled with src rounded to its dtype; the arguments are those of :func:`stochastic_round`."""
+    if not isinstance(dst, Tensor):
+        raise TypeError(f"dst must be a bfloat16 or float16 tensor, got a {type(dst).__name__}")
     return stochastic_round(src, dst.dtype, generator=generator, seed=seed, offset=offset, out=dst)
 
 
@@ -131,6 +137,8 @@ def join_master(parameter: Tensor, low: Tensor) -> Tensor:
     """
     if parameter.dtype != torch.bfloat16 or low.dtype != torch.int16:
         raise TypeError(f"join_master takes bfloat16 and int16, got {parameter.dtype} and {low.dtype}")
+    if parameter.shape != low.shape:
+        raise ValueError(f"parameter and low must be of one shape, got {tuple(parameter.shape)} and {tuple(low.shape)}")
     high = parameter.resolve_neg().view(torch.int16).to(torch.int32)
     remainder = torch.where((high & 0x7FFF) == 0, low.clamp(min=0), low)
     return ((high << 16) + remainder).view(torch.float32)
