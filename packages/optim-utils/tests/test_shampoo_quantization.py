@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from optim_utils import BlockInfo, DTensorBlockInfo
-from optim_utils.low_bit import DYNAMIC8, INT8, MOMENT8, LowBitTensor, dequantize, quantize
+from optim_utils.low_bit import DYNAMIC8, INT8, MOMENT8, NF4, LowBitFormat, LowBitTensor, dequantize, quantize
 from optim_utils.shampoo_checkpoint_utils import extract_state_dict_content
 from optim_utils.shampoo_quantization import (
     FLOAT_DTYPES,
@@ -78,6 +79,23 @@ def test_dequantize_gives_the_stored_tensor_only_in_its_own_dtype() -> None:
     assert (stored == 1).all()
     with pytest.raises(ValueError, match=r"shape \(3,\) can't take one of shape \(1,\)"):
         quantized.quantize(torch.ones(1))
+
+
+def test_what_is_no_tensor_of_real_numbers_is_refused_by_name() -> None:
+    quantized = QuantizedTensor(torch.zeros(3))
+    with pytest.raises(TypeError, match=r"tensor must hold dense real numbers, got torch\.complex64"):
+        quantized.quantize(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(TypeError, match="tensor must be a tensor, got a list"):
+        quantized.quantize([1.0] * 3)  # type: ignore[arg-type]
+    for dtype in (torch.bfloat16, INT8):
+        with pytest.raises(TypeError, match="dequantized_values must hold dense real numbers"):
+            QuantizedTensor.init_from_dequantized_tensor(torch.ones(3, dtype=torch.complex64), dtype)
+        with pytest.raises(TypeError, match="dequantized_values must hold dense real numbers"):
+            QuantizedTensor.init_from_dequantized_tensor(torch.eye(3).to_sparse(), dtype)
+        with pytest.raises(TypeError, match="quantized values must be a tensor, got a list"):
+            QuantizedTensorList([([1.0], None, None)], dtype)  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="quantized values must be a tensor, got a NoneType"):
+        QuantizedTensor(None)  # type: ignore[arg-type]
 
 
 def test_ranges_are_for_integer_storage_which_can_be_built_but_not_used() -> None:
@@ -261,6 +279,45 @@ def test_accessors_and_compress_mind_stored_values() -> None:
         quantized.quantize([torch.ones(4, 5)])
     with pytest.raises(ValueError, match=r"tensor 0 must have the stored shape \(4, 5\), got \(5,\)"):
         quantized.quantize([torch.ones(5)] * 3)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, INT8, DYNAMIC8], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [0.0] * 3,
+        torch.zeros(3, dtype=torch.complex64),
+        torch.zeros(3).to_sparse(),
+        torch.zeros(3, device="meta"),
+        quantize(torch.zeros(3), NF4),
+    ],
+    ids=["list", "complex", "sparse", "meta", "quantized"],
+)
+def test_a_list_that_is_refused_is_not_written_in_part(
+    dtype: torch.dtype | LowBitFormat, rounding: Literal["nearest", "stochastic"], wrong: object
+) -> None:
+    values = [(torch.zeros(size), None, None) for size in (2, 3)]
+    quantized = QuantizedTensorList(values, dtype, rounding=rounding)
+    with pytest.raises((TypeError, ValueError), match=r"tensor 1 (must|of shape)"):
+        quantized.quantize([torch.ones(2), wrong])  # type: ignore[list-item]
+    assert not any(tensor.any() for tensor in quantized.dequantize())
+
+
+def test_integers_are_refused_before_they_are_written_only_where_codes_or_random_bits_are_made() -> None:
+    quantized = bf16_list()
+    quantized.quantize([torch.ones(4, 5, dtype=torch.int64)] * 3)
+    assert all((tensor == 1).all() for tensor in quantized.quantized_value)
+    low_bit = QuantizedTensorList([(torch.zeros(2), None, None)] * 2, INT8)
+    with pytest.raises(TypeError, match=r"tensor 1 must hold dense floating-point numbers, got torch\.int64"):
+        low_bit.quantize([torch.ones(2), torch.ones(2, dtype=torch.int64)])
+    assert not any(tensor.any() for tensor in low_bit.dequantize())
+
+
+def test_any_iterable_of_tensors_can_be_written() -> None:
+    quantized = bf16_list()
+    quantized.quantize(torch.ones(4, 5) for _ in range(3))  # type: ignore[arg-type]
+    assert all((tensor == 1).all() for tensor in quantized.quantized_value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, INT8], ids=str)

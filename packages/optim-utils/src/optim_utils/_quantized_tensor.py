@@ -12,7 +12,7 @@ from optim_utils.block_info import BlockInfo
 from optim_utils.low_bit import LowBitFormat, LowBitTensor, quantize
 from optim_utils.optimizer_modules import OptimizerModule
 
-__all__ = ["FLOAT_DTYPES", "QuantizedTensor", "is_supported", "stored_as", "unsupported_error"]
+__all__ = ["FLOAT_DTYPES", "QuantizedTensor", "check_numbers", "is_supported", "stored_as", "unsupported_error"]
 
 # The dtypes that plain casts convert between for storage and computation
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -27,12 +27,24 @@ def unsupported_error(dtype: object) -> NotImplementedError:
 
 def stored_as(values: Tensor) -> torch.dtype | LowBitFormat:
     """The quantized dtype of ``values``: the format of a `LowBitTensor`, else the dtype."""
+    if not isinstance(values, Tensor):
+        raise TypeError(f"quantized values must be a tensor, got a {type(values).__name__}")
     return values.fmt if isinstance(values, LowBitTensor) else values.dtype
 
 
 def is_supported(dtype: torch.dtype | LowBitFormat) -> bool:
     """Whether tensors can be stored in ``dtype``."""
     return isinstance(dtype, LowBitFormat) or dtype in FLOAT_DTYPES
+
+
+def check_numbers(numbers: object, name: str, *, floating: bool = False) -> None:
+    """Raise TypeError unless ``numbers`` is a dense tensor of real numbers, or of floating-point ones only."""
+    if not isinstance(numbers, Tensor):
+        raise TypeError(f"{name} must be a tensor, got a {type(numbers).__name__}")
+    fits = numbers.is_floating_point() if floating else not numbers.is_complex()
+    if not fits or numbers.layout != torch.strided:
+        kind = "floating-point" if floating else "real"
+        raise TypeError(f"{name} must hold dense {kind} numbers, got {numbers.dtype} in layout {numbers.layout}")
 
 
 class QuantizedTensor(OptimizerModule):
@@ -81,6 +93,7 @@ class QuantizedTensor(OptimizerModule):
         block_info: BlockInfo | None = None,
     ) -> QuantizedTensor:
         """``dequantized_values`` in storage of its own, allocated by the block if there is one."""
+        check_numbers(dequantized_values, "dequantized_values")
         values = dequantized_values.detach()
         if isinstance(quantized_dtype, LowBitFormat):
             return cls(quantize(values, quantized_dtype), block_info)
@@ -108,6 +121,7 @@ class QuantizedTensor(OptimizerModule):
         """Write ``tensor`` into the storage."""
         if not is_supported(stored_as(self.quantized_values)):
             raise unsupported_error(self.quantized_values.dtype)
+        check_numbers(tensor, "tensor")
         if tensor.shape != self.quantized_values.shape:
             raise ValueError(
                 f"a quantized tensor of shape {tuple(self.quantized_values.shape)} can't take one of shape "

@@ -23,7 +23,14 @@ import torch
 from torch import Tensor
 
 from optim_utils._many_tensors import Stacks, copy_many, decode_many, encode_many, round_many
-from optim_utils._quantized_tensor import FLOAT_DTYPES, QuantizedTensor, is_supported, stored_as, unsupported_error
+from optim_utils._quantized_tensor import (
+    FLOAT_DTYPES,
+    QuantizedTensor,
+    check_numbers,
+    is_supported,
+    stored_as,
+    unsupported_error,
+)
 from optim_utils._state.tensor_fill import lasting_sources
 from optim_utils.low_bit import LowBitFormat, LowBitTensor, quantize
 from optim_utils.optimizer_modules import OptimizerModule
@@ -145,11 +152,12 @@ class QuantizedTensorList(OptimizerModule):
 
     @torch.no_grad()
     def quantize(self, tensor_list: Sequence[Tensor]) -> None:
-        """Write ``tensor_list`` into the storage."""
+        """Write ``tensor_list`` into the storage; all of it is checked before anything is written."""
         self._check_supported()
         stored = self.dequantized_value_list
         if tensor_list is not stored:
-            self._check_shapes(tensor_list)
+            tensor_list = tuple(tensor_list)
+            self._check_numbers(tensor_list)
             if stored is not None and any(mine is not given for mine, given in zip(stored, tensor_list)):
                 logger.warning(
                     "Existing stored dequantized values.\n"
@@ -216,14 +224,20 @@ class QuantizedTensorList(OptimizerModule):
             generator=self.generator,
         )
 
-    def _check_shapes(self, tensor_list: Sequence[Tensor]) -> None:
+    def _check_numbers(self, tensor_list: Sequence[Tensor]) -> None:
         if len(tensor_list) != len(self):
             raise ValueError(f"quantize takes as many tensors as are stored, {len(self)}, got {len(tensor_list)}")
+        floating = isinstance(self.quantized_dtype, LowBitFormat) or self.rounding == "stochastic"
         for position, (stored, tensor) in enumerate(zip(self.quantized_value_list, tensor_list)):
+            check_numbers(tensor, f"tensor {position}", floating=floating)
+            if isinstance(tensor, LowBitTensor) and tensor is not stored:
+                raise TypeError(f"tensor {position} of shape {tuple(tensor.shape)} is quantized; dequantize it first")
             if stored.shape != tensor.shape:
                 raise ValueError(
                     f"tensor {position} must have the stored shape {tuple(stored.shape)}, got {tuple(tensor.shape)}"
                 )
+            if tensor.is_meta and not stored.is_meta:
+                raise ValueError(f"tensor {position} of shape {tuple(tensor.shape)} is on meta and has no numbers")
 
     def _check_supported(self) -> None:
         if not is_supported(self.quantized_dtype):
