@@ -375,6 +375,11 @@ def test_cost_models():
     assert NewtonSchulzCost(steps=1)((7, 3, 2), torch.float32) == 7 * (4 * 4 * 3 + 2 * 8)
     with pytest.raises(ValueError, match=r"matrices, got shape \(3,\)"):
         NewtonSchulzCost()((3,), torch.float32)
+    for wrong in (0, -64, 1.5):
+        with pytest.raises(ValueError, match=f"alignment must be an integer of at least 1, got {wrong}"):
+            BytesCost(alignment=wrong)
+        with pytest.raises(ValueError, match=f"steps must be an integer of at least 1, got {wrong}"):
+            NewtonSchulzCost(steps=wrong)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,11 @@ def test_a_number_in_a_tensor_is_refused_by_name():
     assert any("'b'" in note for note in error.value.__notes__)
 
 
+def test_iterables_without_names_are_refused():
+    with pytest.raises(TypeError, match="data has to be a mapping of names to iterables, got a list"):
+        DictZipIterator([[1, 2], [3, 4]])
+
+
 def test_one_iterator_under_two_keys_is_refused():
     shared = iter([1, 2])
     with pytest.raises(ValueError, match="'a' and 'c'"):

@@ -265,6 +265,20 @@ def test_dtype_sizes(dtype, size):
     assert get_dtype_size(dtype) == size
 
 
+def test_what_is_no_tensor_or_dtype_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"dtype has to be a torch\.dtype, got 'float32'"):
+        get_dtype_size("float32")
+    with pytest.raises(TypeError, match="multi_dim_split takes a tensor, got a list"):
+        multi_dim_split([[1, 2]], 1)
+    with pytest.raises(TypeError, match="block 1 has to be a tensor, got a list"):
+        multi_dim_unsplit([torch.zeros(1), [0.0]], 1, (2,))
+    for function in (pack_upper_triangular, unpack_upper_triangular):
+        with pytest.raises(TypeError, match=rf"{function.__name__} takes a dense tensor, got a list"):
+            function([1.0])
+        with pytest.raises(TypeError, match=rf"{function.__name__} takes a dense tensor, got a torch\.sparse_coo"):
+            function(torch.eye(3).to_sparse())
+
+
 def test_pairwise_indices():
     assert list(generate_pairwise_indices([])) == []
     assert list(generate_pairwise_indices([0, 2, 0])) == [(0, 0), (0, 2), (2, 2)]

@@ -16,6 +16,7 @@ def pack_upper_triangular(m: Tensor, *, check: bool = False) -> Tensor:
         check: refuse matrices that are not symmetric to the bit (of NaNs and signs of zeros, too), for which the packed
             form would lose the lower half.
     """
+    _check_tensor(m, "pack_upper_triangular")
     if m.ndim < 2 or m.shape[-1] != m.shape[-2]:
         raise ValueError(f"pack_upper_triangular takes square matrices, got shape {tuple(m.shape)}")
     if check and not _is_symmetric(m):
@@ -29,6 +30,7 @@ def unpack_upper_triangular(p: Tensor) -> Tensor:
 
     p [..., n(n+1)/2] -> [..., n, n]
     """
+    _check_tensor(p, "unpack_upper_triangular")
     length = p.shape[-1] if p.ndim else -1
     n = (math.isqrt(8 * length + 1) - 1) // 2 if length >= 0 else -1
     if n * (n + 1) // 2 != length or length < 0:
@@ -37,6 +39,12 @@ def unpack_upper_triangular(p: Tensor) -> Tensor:
     line = torch.arange(n, device=p.device)
     i, j = torch.minimum(line[:, None], line), torch.maximum(line[:, None], line)
     return _in_dtype(_indexable(p)[..., i * n - i * (i - 1) // 2 + (j - i)], p.dtype)
+
+
+def _check_tensor(t: object, function: str) -> None:
+    if not isinstance(t, Tensor) or t.layout != torch.strided:
+        kind = t.layout if isinstance(t, Tensor) else type(t).__name__
+        raise TypeError(f"{function} takes a dense tensor, got a {kind}")
 
 
 def _indexable(t: Tensor) -> Tensor:

@@ -32,6 +32,9 @@ class BytesCost:
 
     alignment: int = 64
 
+    def __post_init__(self) -> None:
+        _check_count("alignment", self.alignment)
+
     def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         return -(-prod(shape) * dtype.itemsize // self.alignment) * self.alignment
 
@@ -53,6 +56,9 @@ class NewtonSchulzCost:
     """
 
     steps: int = 5
+
+    def __post_init__(self) -> None:
+        _check_count("steps", self.steps)
 
     def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         if len(shape) < 2:
@@ -142,8 +148,7 @@ def partition(
         ValueError: for an argument out of its range, or whose length does not match ``costs`` or ``num_ranks``; and if
             no partition within ``memory_cap`` was found: the error names the smallest cap for which one was found.
     """
-    if not isinstance(num_ranks, Integral) or num_ranks < 1:
-        raise ValueError(f"num_ranks must be an integer of at least 1, got {num_ranks!r}")
+    _check_count("num_ranks", num_ranks)
     num_ranks = int(num_ranks)  # numpy's integers would overflow
     costs = _checked("costs", costs)
     initial = _checked("initial_load", initial_load, num_ranks) if initial_load is not None else [0] * num_ranks
@@ -164,6 +169,11 @@ def partition(
         lower_bound=min(lower_bound(costs, num_ranks, initial), max(loads)),
         costs=tuple(costs),
     )
+
+
+def _check_count(name: str, value: int) -> None:
+    if not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
 def _checked(name: str, values: Sequence[float], length: int | None = None) -> list[float]:

@@ -22,12 +22,14 @@ class DictZipIterator(Iterator[dict[str, T]], Generic[T]):
         eager: compare lengths at construction, of the iterables that have one, instead of when the shortest ends.
 
     Raises:
-        TypeError: at construction, if a value is not iterable.
+        TypeError: at construction, if ``data`` is no mapping or a value is not iterable.
         ValueError: if the lengths differ, or if one iterator object is given under two keys (each row would take two
             of its items). After any error the iterator is finished.
     """
 
     def __init__(self, data: Mapping[str, Iterable[T]], *, eager: bool = False) -> None:
+        if not isinstance(data, Mapping):
+            raise TypeError(f"data has to be a mapping of names to iterables, got a {type(data).__name__}")
         lengths = {key: length for key, values in data.items() if (length := _length_of(values)) is not None}
         if eager:
             shortest = min(lengths.values(), default=0)

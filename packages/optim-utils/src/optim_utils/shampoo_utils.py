@@ -47,6 +47,8 @@ def multi_dim_split(tensor: Tensor, split_size: int | float | tuple[int | float,
     The last piece along a dimension may be smaller. A tuple gives each dimension its own size; ``math.inf`` leaves a
     dimension whole, and on its own returns ``(tensor,)``, the same object.
     """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"multi_dim_split takes a tensor, got a {type(tensor).__name__}")
     blocks: tuple[Tensor, ...] = (tensor,)
     for dim, size in enumerate(_size_per_dim(split_size, tensor.ndim)):
         if size is not None:
@@ -60,6 +62,7 @@ def multi_dim_unsplit(
     """The tensor of ``shape`` that `multi_dim_split` cuts into ``blocks``.
 
     Raises:
+        TypeError: for a block that is no tensor.
         ValueError: if the number of blocks, a block's shape, or the dtypes and devices of the blocks do not fit.
     """
     # splitting an expanded meta element gives the shape that every block has to have, without memory
@@ -69,6 +72,8 @@ def multi_dim_unsplit(
     if len(blocks) != len(expected):
         raise ValueError(f"shape {tuple(shape)} split by {split_size} has {len(expected)} blocks, got {len(blocks)}")
     for number, (block, block_shape) in enumerate(zip(blocks, expected)):
+        if not isinstance(block, Tensor):
+            raise TypeError(f"block {number} has to be a tensor, got a {type(block).__name__}")
         if block.shape != block_shape:
             raise ValueError(f"block {number} has to be of shape {tuple(block_shape)}, got {tuple(block.shape)}")
         if (block.dtype, block.device) != (blocks[0].dtype, blocks[0].device):
@@ -113,6 +118,8 @@ def compress_list(complete_list: Sequence[T], selector: Sequence[object]) -> tup
 
 def get_dtype_size(dtype: torch.dtype) -> int:
     """The bytes that an element of ``dtype`` takes; a part of a byte counts as one."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype has to be a torch.dtype, got {dtype!r}")
     return dtype.itemsize
 
 
