@@ -55,10 +55,10 @@ from optim_redist import (
     redistribute_many,
     simulate,
 )
+from optim_redist._running.refusals import excess_of_out
 from optim_redist.cli import main
 from optim_redist.parsing import format_layout
 from optim_redist.planning import clear_cache
-from optim_redist.program import _excess_of_out
 from optim_utils.testing import run_ranks
 
 
@@ -99,7 +99,7 @@ class Sequence(Wanderers):
         self.say(
             how, "with group of" if group else "", group[1] if group else "", None if mine is None else mine.stride()
         )
-        refuses_out = how == "out" and _excess_of_out(made) > 0
+        refuses_out = how == "out" and excess_of_out(made) > 0
         # of a given group every rank calls
         if not (self.inside(tensor.layout, dst) or (group is not None and made.communicates and self.rank in group[1])):
             self.tensors[number] = tensor if refuses_out else check_moved(tensor, dst, None, self.rank)

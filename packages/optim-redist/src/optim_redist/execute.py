@@ -262,7 +262,7 @@ def simulate(plan: Plan, locals: Mapping[int, Tensor | None] | Sequence[Tensor |
     device = next((t.device for t in tensors.values() if t is not None), torch.device("cpu"))
     programs = {rank: Program(plan, rank, None) for rank in ranks}
     for rank, program in programs.items():
-        program._check(tensors[rank], None)
+        program._refusals.check(tensors[rank], None)
         tensors[rank] = resolved(tensors[rank])
     for number, (_, phases) in enumerate(plan.phases):
         stages = {rank: program.stages[number] for rank, program in programs.items()}

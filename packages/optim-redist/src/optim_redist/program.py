@@ -15,27 +15,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from optim_redist._compiling.uncompiled import uncompiled
-from optim_redist._methods.candidates import exchanges_of
-from optim_redist._methods.packed import packed_peak
 from optim_redist._running import collectives
 from optim_redist._running.collectives import Team, Waitable
-from optim_redist._running.given import (
-    extent,
-    give_up,
-    is_pending,
-    is_plain,
-    refuse_other_than_values,
-    refuse_undonatable,
-    refuse_unwritable,
-    resolved,
-    resolved_donated,
-    waited_for,
-)
+from optim_redist._running.given import give_up, is_plain, resolved, resolved_donated, waited_for
 from optim_redist._running.native import NativeGather, NativeReduction
 from optim_redist._running.one_call import Exchange, OneCalls
+from optim_redist._running.refusals import Refusals
 from optim_redist._running.stage_program import PhaseRun, StageProgram, stage_programs
 from optim_redist._running.views import form_of
-from optim_redist.errors import LayoutError, UnsupportedError, noting
+from optim_redist.errors import UnsupportedError, noting
 from optim_redist.handle import Handle, completed, done
 from optim_redist.plans import Plan, check_plan
 
@@ -55,10 +43,10 @@ class Program:
         # whether one call may do everything
         self._is_one = plan.communicates and len(self.stages) == 1 and not plan.donate
         self._compared = not plan.communicates
-        self._out_excess = _excess_of_out(plan)
         # without communication: the slices of the source that are the target, if it is one piece of it
         self._kept = None if plan.communicates or len(self.stages) > 1 else self.stages[0].only_view()
         self._keeps_all = self._kept is not None and self.stages[0].keeps_all
+        self._refusals = Refusals(plan, rank, self.stages, keeps_all=self._keeps_all)
 
     @property
     def graph_safe(self) -> bool:
@@ -124,7 +112,7 @@ class Program:
             if target is not None:
                 return target
         x = waited_for(x)
-        self._check(x, out)
+        self._refusals.check(x, out)
         if out is not None and out is x:
             return Handle(done(x)) if async_op else x
         if self._kept is not None and x is not None and out is None:
@@ -132,7 +120,7 @@ class Program:
                 return Handle(done(x)) if async_op else x
             if not copy and not async_op:
                 return x[self._kept]
-        self._check_resolving(x)
+        self._refusals.check_resolving(x)
         given = x if x is not None else out
         device = given.device if given is not None else device or collectives.device_of(self.team)
         self._compare()
@@ -272,77 +260,6 @@ class Program:
             with noting(self._where, "in the comparison"):
                 self.team.compare(self.plan.canonical_text())
             self._compared = True
-
-    def _check(self, x: Tensor | None, out: Tensor | None) -> None:
-        if out is not None:
-            self._check_out(x, out)
-        self._check_form("source", x, self.stages[0].src_shape)
-        if x is not None and self.plan.donate:
-            refuse_undonatable(x, f"rank {self.rank}: a source")
-
-    def _check_resolving(self, x: Tensor | None) -> None:
-        """Raise if the copy that resolves a pending conjugation or negation does not fit under the limit."""
-        limit = self.plan.memory_limit
-        if limit is None or x is None or not is_pending(x):
-            return
-        held = 2 * x.nbytes if self.plan.donate else self.plan.peak_bytes + x.nbytes
-        if held > limit:
-            raise UnsupportedError(
-                f"rank {self.rank}: the source has a pending conjugation or negation, and a copy that resolves it "
-                f"would be held too, {held - limit} bytes above memory_limit={limit}; call with a limit that is higher "
-                "by so much, or give .resolve_conj().resolve_neg() and let go of what it was made of"
-            )
-
-    def _check_out(self, x: Tensor | None, out: Tensor) -> None:
-        refuse_other_than_values(out, f"rank {self.rank}: the out tensor")
-        if self._out_excess and not (out is x and self._keeps_all):
-            raise UnsupportedError(
-                f"out would be held from the start, {self._out_excess} bytes above memory_limit="
-                f"{self.plan.memory_limit} beside what the plan counts; call without out, or plan with a limit that is "
-                "higher by so much"
-            )
-        if x is not None and x.device != out.device:
-            raise LayoutError(f"rank {self.rank}: the source tensor is on {x.device}, out on {out.device}")
-        if x is not None and _overlap(x, out) and not (out is x and self._keeps_all):
-            raise LayoutError(
-                f"rank {self.rank}: out shares memory with the source, which is read while out is written; give an out "
-                "of its own memory (the source itself is taken only where all of it stays)"
-            )
-        refuse_unwritable(out, f"rank {self.rank}: out")
-        self._check_form("out", out, self.stages[-1].dst_shape)
-
-    def _check_form(self, what: str, tensor: Tensor | None, expected: tuple[int, ...] | None) -> None:
-        refuse_other_than_values(tensor, f"rank {self.rank}: the {what} tensor")
-        found = None if tensor is None else tuple(tensor.shape)
-        if found != expected:
-            raise LayoutError(f"rank {self.rank}: the {what} tensor has shape {found}, its layout says {expected}")
-        if tensor is not None and tensor.dtype != self.dtype:
-            raise LayoutError(f"rank {self.rank}: the {what} tensor is {tensor.dtype}, the plan is for {self.dtype}")
-
-
-def _excess_of_out(plan: Plan) -> int:
-    """Bytes above the plan's limit if every rank holds its target from the start, as a given ``out``; 0 if it fits."""
-    if plan.memory_limit is None:
-        return 0
-    problem, last = plan.problems[-1], plan.stages[-1]
-    exchanges = exchanges_of(problem, last.method, plan.topology)
-    if not plan.communicates:
-        # what stays whole is no target of its own any more
-        held = plan.bounds.memory * plan.itemsize
-    elif last.method == "packed":
-        held = packed_peak(problem, exchanges[0].volumes, given=True) * plan.itemsize
-    else:
-        # the steps of the last stage count the target already
-        earlier = plan.steps[: -len(exchanges)]
-        target = max(needed for _, needed in problem.num_stored.values()) * plan.itemsize
-        held = max([step.peak + target for step in earlier], default=0)
-    return max(0, held - plan.memory_limit)
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether the byte ranges of two tensors, from first to last element, overlap."""
-    here, there = extent(a), extent(b)
-    return here is not None and there is not None and here[0] < there[1] and there[0] < here[1]
 
 
 @uncompiled

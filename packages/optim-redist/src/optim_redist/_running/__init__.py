@@ -2,7 +2,7 @@
 
 What is where:
 
-    given                           tensors as callers give them: refused, resolved, freed
+    given refusals                  tensors as callers give them: resolved, freed; and which a program refuses
     views copies buffers            views of memory, strided copies between them, where an exchange's buffers lie
     message rank_program            what travels between two ranks, and what one rank does in a phase
     reduction stage_program         combining contributions; a stage, its phases and its target
