@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from optim_utils import INT8, quantize
+from optim_utils import INT8, OptimizerModule, attach_state_dict_hooks, quantize
 from optim_utils.testing._contract_case import assert_same
 from optim_utils.testing._contract_training import all_schedulers
 from optim_utils.testing.contract import CHECKS, ContractFailure, OptimizerCase, contract, run_check
@@ -291,6 +291,41 @@ def test_low_bit_state_is_compared_by_its_codes():
         assert_same({"q": quantize(x.flip(0), INT8)}, {"q": quantize(x, INT8)}, "state")
     with pytest.raises(AssertionError, match=r"state is a Tensor, not LowBitTensor"):
         assert_same(x, quantize(x, INT8), "state")
+
+
+class Average(OptimizerModule):
+    def __init__(self, param):
+        self.mean, self.steps = torch.zeros_like(param, dtype=torch.float32), 0
+
+
+class KeepsObjects(Momentum):
+    """Momentum with a running mean of each parameter, and hooks that save it."""
+
+    def __init__(self, params, lr=0.01, **options):
+        super().__init__(params, lr=lr, **options)
+        attach_state_dict_hooks(self)
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for param in self.parameters():
+            if param.grad is not None:
+                average = self.state[param].setdefault("average", Average(param))
+                average.steps += 1
+                average.mean.lerp_(param.detach().float(), 1 / average.steps)
+        return loss
+
+
+def test_objects_in_the_state_are_compared_by_their_states():
+    for check in ("closure", "state_dict_saved_and_loaded", "state_dtype", "distributed_state_dict"):
+        run_check(OptimizerCase("objects", KeepsObjects, {"lr": 0.01}), check)
+    param = torch.zeros(2)
+    assert_same(Average(param), Average(param), "the average")
+    other = Average(param)
+    other.mean += 1
+    with pytest.raises(AssertionError, match=r"^the average\['mean'\] differs by up to 1$"):
+        assert_same(other, Average(param), "the average")
+    with pytest.raises(AssertionError, match="the average is a dict, not a Average"):
+        assert_same(other.state_dict(), Average(param), "the average")
 
 
 def test_the_unbroken_base_passes():

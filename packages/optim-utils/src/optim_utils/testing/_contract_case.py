@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from optim_utils._state.walk import rebuild
+from optim_utils.optimizer_modules import OptimizerModule
 
 __all__ = ["OptimizerCase", "Shapes", "TinyModel", "assert_same", "snapshot", "train", "with_tensors"]
 
@@ -94,7 +95,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: Iterable[int], **option
 
 
 def snapshot(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Copies of all parameters and all state, by parameter name."""
+    """Copies of all parameters and all state, by parameter name; an `OptimizerModule` becomes its state."""
     return {
         name: with_tensors([param, optimizer.state.get(param, {})], lambda tensor: tensor.detach().clone())
         for name, param in model.named_parameters()
@@ -102,9 +103,11 @@ def snapshot(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with ``change`` applied to every tensor inside; containers are rebuilt."""
+    """``value`` with ``change`` applied to every tensor inside; containers are rebuilt, objects are their states."""
     if isinstance(value, Tensor):
         return change(value)
+    if isinstance(value, OptimizerModule):
+        value = value.state_dict()
     if isinstance(value, Mapping):
         return {key: with_tensors(entry, change) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -116,6 +119,9 @@ def assert_same(actual: Any, expected: Any, what: str) -> None:
     """Assert equal structure, dtypes and bits; ``what`` is the path that an error names."""
     if isinstance(expected, Tensor):
         _assert_same_tensor(actual, expected, what)
+    elif isinstance(expected, OptimizerModule):
+        assert type(actual) is type(expected), f"{what} is a {type(actual).__name__}, not a {type(expected).__name__}"
+        assert_same(actual.state_dict(), expected.state_dict(), what)
     elif isinstance(expected, Mapping):
         assert isinstance(actual, Mapping), f"{what} is a {type(actual).__name__}, expected a mapping"
         found, keys = sorted(map(str, actual)), sorted(map(str, expected))
