@@ -8,7 +8,7 @@ import torch
 from routed_models import RootNorm, Weights, counts, gpt2, nested, roles
 from torch import nn
 
-from optim_utils import CombinedLinear
+from optim_utils import CombinedLinear, combine_linears
 from optim_utils.param_groups import Rule, UnroutedParameterError, route_parameters
 
 
@@ -208,6 +208,21 @@ def test_channels_last_convolutions_are_viewed_without_a_copy():
 def test_fused_weights_by_name_alone(name, shape, shapes):
     route = route_parameters([(name, nn.Parameter(torch.zeros(shape)))])[0]
     assert (route.view.shapes if route.view else None) == shapes
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_fused_weights_that_are_joined_with_their_biases(bias):
+    model = nested({"a.qkv": nn.Linear(4, 12, bias), "a.gate_up_proj": nn.Linear(4, 6, bias)})
+    assert combine_linears(model) == ["a.qkv", "a.gate_up_proj"]
+    table = route_parameters(model)
+    assert table["a.qkv.combined_weight"].view.shapes == ((4, 4 + bias),) * 3
+    assert table["a.gate_up_proj.combined_weight"].view.shapes == ((3, 4 + bias),) * 2
+    # grouped-query attention: the rule to paste counts inputs without the column of the bias
+    model = nested({"a.qkv": CombinedLinear(8, 16, bias)})
+    with pytest.raises(UnroutedParameterError, match=r"neither of 16 and 8 is .*(\n.*)*split=\(8, 4, 4\)"):
+        route_parameters(model)
+    (route,) = route_parameters(model, Rule("*", split=(8, 4, 4)))
+    assert route.view.shapes == ((8, 8 + bias), (4, 8 + bias), (4, 8 + bias))
 
 
 def test_fused_convolution():

@@ -221,6 +221,8 @@ def _num_gates(leaf: Leaf) -> int | None:
 
 def _check_is_weight(leaf: Leaf, is_fused: Callable[[str], object], outputs: int, *, parts: int) -> None:
     """Refuse what is not the weight: a fused module's name does not say whether a low-rank factor in it is fused."""
+    if leaf.is_in(CombinedLinear):
+        return
     for path in leaf.paths:
         if not is_fused(path[-1]) and not _is_weight(path[-1]):
             in_parts = [] if outputs % parts else [f"split={parts}"]
@@ -232,9 +234,12 @@ def _qkv(leaf: Leaf, view: MatrixView) -> _Fusion:
     """Three equal parts along the dimension that is three times the other."""
     is_conv = bool(view.matrix_shape)
     rows, columns = leaf.shape[:2] if is_conv else view.stored_matrix[-2:]
+    # the last column is no input
+    has_bias = any(isinstance(module, CombinedLinear) and module.has_bias for module in leaf.modules)
+    columns -= has_bias
     if rows == 3 * columns:
         return _Fusion((columns,) * 3, -2)
-    if columns == 3 * rows and not is_conv:
+    if columns == 3 * rows and not is_conv and not has_bias:
         return _Fusion((rows,) * 3, -1)
     width, fused = sorted((rows, columns))
     rest = fused - width
