@@ -48,8 +48,13 @@ def test_a_value_that_cannot_be_copied_changes_nothing():
             raise RuntimeError("no copies")
 
     bag = Bag(t=torch.zeros(1), u=Uncopyable())
-    with pytest.raises(RuntimeError, match="no copies"):
+    with pytest.raises(RuntimeError, match="no copies") as error:
         bag.load_state_dict({"t": torch.ones(1), "u": Uncopyable()})
+    assert error.value.__notes__ == ['raised while the value loaded for ["u"] was copied']
+    assert bag.t == 0
+    with pytest.raises(RuntimeError, match="no copies") as error:
+        update_param_state_dict_object({"t": bag.t, "d": {"u": 1}}, {"t": torch.ones(1), "d": {"u": Uncopyable()}})
+    assert error.value.__notes__ == ['raised while the value loaded for ["d", "u"] was copied']
     assert bag.t == 0
 
 

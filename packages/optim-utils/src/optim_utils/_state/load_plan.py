@@ -232,7 +232,7 @@ class LoadPlan:
         if all(map(is_plain, live.values())) and all(map(is_plain, entries.values())):
             if self.store_non_tensors:
                 self._note_loaded(path, live, loaded)
-                new = copy.deepcopy(entries)
+                new = copied(entries, path)
                 self.writes += [live.clear, lambda: live.update(new)]
             return live
         self._add_entries(live, entries, path)
@@ -299,7 +299,7 @@ class LoadPlan:
     def _add_plain(self, live: Any, loaded: Any, path: Path) -> Any:
         if type(live) is type(loaded):
             self._note_loaded(path, live, loaded)
-            return copy.deepcopy(loaded)
+            return copied(loaded, path)
         if type(live) in (int, float) and isinstance(loaded, Tensor) and not loaded.is_meta:
             number = _exact_number(type(live), loaded)
             if number is not None:
@@ -346,6 +346,15 @@ class LoadPlan:
 
     def _note_mismatch(self, path: Path, kind: Kind, live: object, loaded: object) -> None:
         self._note(path, kind, describe(live), describe(loaded))
+
+
+def copied(loaded: Any, path: Path) -> Any:
+    """A deep copy of a plain value; the error of one that has none, such as a lock, says where it is."""
+    try:
+        return copy.deepcopy(loaded)
+    except Exception as error:
+        error.add_note(f"raised while the value loaded for {encode_path(path)} was copied")
+        raise
 
 
 def _is_free(live: Stateful, name: object) -> bool:

@@ -8,14 +8,13 @@ rules.
 from __future__ import annotations
 
 import cmath
-import copy
 from numbers import Integral, Number, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from optim_utils._state.load_plan import ALWAYS_REFUSED, LoadPlan
+from optim_utils._state.load_plan import ALWAYS_REFUSED, LoadPlan, copied
 from optim_utils._state.load_report import LoadReport, StateLoadError, describe
 from optim_utils._state.paths import Path
 from optim_utils._state.walk import SEQUENCES, Stateful, entries_by_key, has_content
@@ -67,7 +66,7 @@ class UpdatePlan(LoadPlan):
         if callable(load := getattr(live, "load_state_dict", None)):
             self.last_loads.append((path, lambda: load(loaded)))
             return live
-        return copy.deepcopy(loaded)
+        return copied(loaded, path)
 
     def _add_number(self, live: Tensor, loaded: Number, path: Path) -> Tensor:
         number = _as_tensor(loaded, live.dtype)
