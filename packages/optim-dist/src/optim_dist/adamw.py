@@ -15,8 +15,9 @@ from optim_dist._optimizers.repeated_adamw import RepeatedAdamW, UpdateOptions
 from optim_dist._optimizers.shards import Item, Route, Shard, StepContext, check_rounding
 from optim_dist.plan import RouteName
 from optim_dist.planning import code_block
-from optim_kernels.adamw_groups import MASTER_KEYS, MasterWeights, StateDtype, check_group, init_state
+from optim_kernels.adamw_groups import StateDtype, check_group, init_state
 from optim_kernels.functional import AdamWPlan, adamw_
+from optim_kernels.states import MASTER_KEYS, MasterWeights
 
 
 class AdamWRoute:

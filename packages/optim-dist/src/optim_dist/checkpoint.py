@@ -33,7 +33,7 @@ from optim_dist._checkpoint.removal import all_but_the_newest
 from optim_dist._checkpoint.writing import LATEST
 from optim_dist._optimizers.agreement import raise_if_refused
 from optim_dist._optimizers.base import DistOptimizer
-from optim_kernels.adamw_groups import out_of_inference_mode
+from optim_kernels.states import out_of_inference_mode
 
 __all__ = ["CheckpointError", "Saving", "from_nanochat", "latest", "load", "load_nanochat", "save"]
 

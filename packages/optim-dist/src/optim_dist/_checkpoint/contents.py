@@ -23,8 +23,7 @@ from optim_dist._optimizers.shards import Shard
 from optim_dist._optimizers.states import dense_stride, in_memory_order, stamped
 from optim_dist.plan import ParameterSpec, Piece, dtype_name
 from optim_dist.planning import contiguous_stride
-from optim_kernels.adamw_groups import ELEMENTWISE_KEYS
-from optim_kernels.muon_groups import make_groups_plain
+from optim_kernels.states import ELEMENTWISE_KEYS, make_groups_plain
 from optim_redist import Layout
 
 SCALARS = ("step",)

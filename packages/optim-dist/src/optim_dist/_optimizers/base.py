@@ -40,9 +40,9 @@ from optim_dist._optimizers.shards import Item, Shard, StepContext
 from optim_dist._optimizers.stateful import StatefulOptimizer
 from optim_dist._optimizers.states import nbytes
 from optim_dist.plan import Plan, RouteName
-from optim_kernels.adamw_groups import out_of_inference_mode
 from optim_kernels.clip import clip_factor as factor_of_norm
 from optim_kernels.muon_groups import Workspace, workspace_for
+from optim_kernels.states import out_of_inference_mode
 from optim_utils.compiling import not_compiled
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from optim_dist._optimizers.kept_items import KeptItems
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard
-from optim_kernels.adamw_groups import FollowedWrites, can_be_followed
+from optim_kernels.states import FollowedWrites, can_be_followed
 
 
 class FollowedMasters:

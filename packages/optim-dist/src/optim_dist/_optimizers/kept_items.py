@@ -28,7 +28,7 @@ from torch import Tensor
 
 from optim_dist._optimizers.shards import Item, Shard
 from optim_dist._reduction.storage import ParameterBucket
-from optim_kernels.adamw_groups import KnownStates, can_be_followed
+from optim_kernels.states import KnownStates, can_be_followed
 
 Groups = Sequence[dict[str, Any]]
 State = Mapping[Tensor, dict[str, Any]]

@@ -20,8 +20,7 @@ from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.states import make_codes_numbers, numbers_in_groups
 from optim_dist.plan import Plan, RouteName
-from optim_kernels.adamw_groups import ELEMENTWISE_KEYS
-from optim_kernels.muon_groups import with_dtypes
+from optim_kernels.states import ELEMENTWISE_KEYS, with_dtypes
 from optim_utils.param_groups import MatrixView
 
 # state keys that each update needs, if there is a state at all

@@ -28,7 +28,7 @@ from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import Plan, RouteName
 from optim_dist.planning import plan_parameters
 from optim_dist.sharded import UnbucketedParameters
-from optim_kernels.adamw_groups import out_of_inference_mode
+from optim_kernels.states import out_of_inference_mode
 from optim_redist import Layout
 from optim_utils.param_groups import MatrixView
 

@@ -14,8 +14,8 @@ from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.gradient_dtype import grad_dtype
 from optim_dist._reduction.storage import ParameterBucket
 from optim_dist.plan import ParameterSpec
-from optim_kernels.adamw_groups import master_of
 from optim_kernels.muon_groups import MuonPlanner
+from optim_kernels.states import master_of
 from optim_utils.param_groups import MatrixView
 
 

@@ -17,8 +17,7 @@ from optim_dist._optimizers.moved_state import take_state
 from optim_dist._optimizers.planned import PlannedOptimizer
 from optim_dist._optimizers.shards import Route, Shard
 from optim_dist.plan import Plan, RouteName
-from optim_kernels.adamw_groups import ELEMENTWISE_KEYS, MASTER_KEYS, out_of_inference_mode
-from optim_kernels.muon_groups import make_groups_plain
+from optim_kernels.states import ELEMENTWISE_KEYS, MASTER_KEYS, make_groups_plain, out_of_inference_mode
 
 # options of a group that say what its states hold, and in which dtypes; whether beta2 is None matters, too
 STORAGE_OPTIONS = ("amsgrad", "state_dtype", "momentum_dtype", "master_weights", "stochastic_rounding")

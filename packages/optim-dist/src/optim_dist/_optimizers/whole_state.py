@@ -24,8 +24,7 @@ from optim_dist._optimizers.states import (
 )
 from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import ParameterSpec, dtype_name
-from optim_kernels.adamw_groups import ELEMENTWISE_KEYS
-from optim_kernels.muon_groups import make_groups_plain
+from optim_kernels.states import ELEMENTWISE_KEYS, make_groups_plain
 from optim_redist import Layout, Mesh, redistribute_local
 from optim_redist.index_sets import intervals
 
