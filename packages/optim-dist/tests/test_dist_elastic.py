@@ -247,7 +247,7 @@ def test_what_is_no_whole_number_of_at_least_one_is_refused(tmp_path, name, valu
         elastic.run(train, tmp_path, **{"every": 1, name: value})
 
 
-@pytest.mark.parametrize("total", [2.5, "3", None])
+@pytest.mark.parametrize("total", [2.5, float("nan"), "3", None])
 def test_a_total_that_is_no_whole_number_is_refused(tmp_path, total):
     """Of 2.5 steps three were made, and not saved."""
     model = nn.Linear(4, 4)

@@ -12,6 +12,7 @@ left again, and nothing is lost but the steps since the last save. A checkpoint 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import signal
@@ -105,7 +106,7 @@ class Run:
         given = {name: str(getattr(self, name)) for name in ("every", "keep", "poll", "async_", "copies")}
         compare_options({"total": str(total), **given}, optimizer.communicator)
         # the save after the last step would be left out
-        if not isinstance(total, Real) or total % 1 > 0:
+        if not isinstance(total, Real) or math.isnan(total) or total % 1 > 0:
             raise ValueError(f"total must be a whole number of steps, got {total!r}")
         self.done = self._resume(model, optimizer)
         while self.done < total and not self.stopped:
