@@ -128,8 +128,12 @@ def test_from_dotted_refuses_what_is_no_path(path):
 
 
 def test_what_is_no_dict_is_refused_by_name():
-    for function in (unflatten, lambda wrong: from_dotted(wrong, {}), lambda wrong: from_dotted({"a": 1}, wrong)):
-        with pytest.raises(TypeError, match="expected a dict, got list"):
+    for name, function in (
+        ("flattened_dict", unflatten),
+        ("dotted", lambda wrong: from_dotted(wrong, {})),
+        ("mapping", lambda wrong: from_dotted({"a": 1}, wrong)),
+    ):
+        with pytest.raises(TypeError, match=f"{name} has to be a dict, got a list"):
             function([("a", 1)])
     with pytest.raises(TypeError, match="input_dict has to be a dict or an OptimizerModule, got a list"):
         extract_state_dict_content([OptimizerModule()])

@@ -41,7 +41,7 @@ def unflatten(flattened_dict: Mapping[str, Any]) -> dict[Any, Any]:
     Raises:
         ValueError: for a key that is no path, and for two keys of which one leads through the leaf of the other.
     """
-    _check_mapping(flattened_dict)
+    _check_mapping("flattened_dict", flattened_dict)
     nested = _Nested()
     for key, leaf in flattened_dict.items():
         nested.insert(decode_path(key), leaf, key)
@@ -71,8 +71,8 @@ def from_dotted(dotted: Mapping[str, Any], mapping: Mapping[str, tuple[Any, ...]
     Raises:
         ValueError: for a name of which the mapping has no path.
     """
-    _check_mapping(dotted)
-    _check_mapping(mapping)
+    _check_mapping("dotted", dotted)
+    _check_mapping("mapping", mapping)
     nested = _Nested()
     for name, leaf in dotted.items():
         if name not in mapping:
@@ -85,9 +85,9 @@ def from_dotted(dotted: Mapping[str, Any], mapping: Mapping[str, tuple[Any, ...]
     return nested.finish()
 
 
-def _check_mapping(value: object) -> None:
+def _check_mapping(name: str, value: object) -> None:
     if not isinstance(value, Mapping):
-        raise TypeError(f"expected a dict, got {type(value).__name__}")
+        raise TypeError(f"{name} has to be a dict, got a {type(value).__name__}")
 
 
 def _leaves(root: Mapping[Any, Any], sequences: bool) -> Iterator[tuple[list[Any], list[str], Any]]:
