@@ -184,9 +184,13 @@ class Scenarios:
 
     All of one number of ranks and backend run in one launch, which takes most of a short test's time; each is a test
     of its own all the same, and one that fails on every rank leaves the others to run.
+
+    Args:
+        unbound: run with NCCL a second time, in a world that is not bound to the ranks' devices.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, unbound: bool = False) -> None:
+        self.backends = ["gloo", "nccl", *(["nccl unbound"] if unbound else [])]
         self.functions: dict[int, dict[str, Callable[[int, int], None]]] = {}
         self._outcomes: dict[tuple[str, int], list[dict[str, str | None]]] = {}
 
@@ -203,7 +207,8 @@ class Scenarios:
         found = []
         for size, functions in sorted(self.functions.items()):
             few = pytest.mark.skipif(torch.cuda.device_count() < size, reason=f"needs {size} CUDA devices")
-            for backend, marks in (("gloo", []), ("nccl", [pytest.mark.gpu, few])):
+            for backend in self.backends:
+                marks = [] if backend == "gloo" else [pytest.mark.gpu, few]
                 found += [pytest.param(backend, size, name, marks=marks) for name in functions]
         return pytest.mark.parametrize(("backend", "world_size", "name"), found)
 
@@ -212,7 +217,10 @@ class Scenarios:
         key = backend, world_size
         if key not in self._outcomes:
             functions = self.functions[world_size]
-            self._outcomes[key] = run_ranks(_run_each, world_size, functions, backend=backend, timeout=240)
+            library, *unbound = backend.split()
+            self._outcomes[key] = run_ranks(
+                _run_each, world_size, functions, backend=library, bind_device=not unbound, timeout=240
+            )
         failed = [f"rank {rank}:\n{found[name]}" for rank, found in enumerate(self._outcomes[key]) if found[name]]
         assert not failed, "\n".join(failed)
 

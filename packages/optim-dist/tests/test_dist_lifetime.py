@@ -26,7 +26,7 @@ from optim_dist._optimizers.agreement import check_replicas
 from optim_kernels import TritonMuon
 from optim_utils.testing import run_ranks
 
-scenario = Scenarios()
+scenario = Scenarios(unbound=True)
 
 
 @scenario(2)

@@ -42,6 +42,7 @@ def run_ranks(
     timeout: float = 120.0,
     environment: dict[str, str] | None = None,
     init_process_group: bool = True,
+    bind_device: bool = True,
 ) -> list[Result]:
     """The results of ``function(rank, world_size, *args)`` on each rank, in rank order.
 
@@ -51,6 +52,9 @@ def run_ranks(
     Args:
         environment: variables that are set in every rank before ``function`` runs.
         init_process_group: False leaves it to ``function`` to make a process group.
+        bind_device: for ``"nccl"``, whether the group is bound to each rank's device (``device_id=`` of
+            ``init_process_group``). torch then makes its communicator at once and every later group by splitting it,
+            for which all ranks are needed; without, communicators are made at a group's first collective.
 
     Raises:
         ValueError: for fewer than one rank.
@@ -63,7 +67,8 @@ def run_ranks(
     context.set_forkserver_preload([*_PRELOAD, *filter(None, os.environ.get(PRELOAD_VARIABLE, "").split(","))])
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         store = os.path.join(folder, "store")
-        settings = _Settings(world_size, backend if init_process_group else None, store, timeout, environment or {})
+        made = backend if init_process_group else None
+        settings = _Settings(world_size, made, bind_device, store, timeout, environment or {})
         processes: list[BaseProcess] = []
         pipes: list[Connection] = []
         for rank in range(world_size):
@@ -89,6 +94,7 @@ class _Settings(NamedTuple):
 
     world_size: int
     backend: str | None  # None for no process group
+    bind_device: bool
     store: str  # the path of the file through which the ranks meet
     timeout: float
     environment: dict[str, str]
@@ -152,10 +158,9 @@ def _rank_main(
 
 
 def _init_process_group(backend: str, rank: int, settings: _Settings) -> None:
-    device_id = None
-    if "nccl" in backend:
-        device_id = torch.device("cuda", rank)
-        torch.cuda.set_device(device_id)
+    on_cuda = "nccl" in backend
+    if on_cuda:
+        torch.cuda.set_device(rank)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(settings.world_size))
     dist.init_process_group(
         backend,
@@ -163,8 +168,8 @@ def _init_process_group(backend: str, rank: int, settings: _Settings) -> None:
         rank=rank,
         world_size=settings.world_size,
         timeout=timedelta(seconds=settings.timeout),
-        device_id=device_id,
+        device_id=torch.device("cuda", rank) if on_cuda and settings.bind_device else None,
     )
-    if device_id is None:
+    if not on_cuda:
         # without the barrier, a rank whose function ends at once would close connections that others have yet to make
         dist.barrier()
