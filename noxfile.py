@@ -32,7 +32,7 @@ nox.options.parallel = 2
 nox.options.allow_parallel = True
 # what takes seconds, then the longest first, so that two jobs end together
 _ALONE = [f"tests({package})" for package in reversed(PACKAGES)]
-nox.options.sessions = ["lint", _ALONE[0], "together", *_ALONE[1:], "wheels", "typecheck"]
+nox.options.sessions = ["lint", *_ALONE, "together", "wheels", "typecheck"]
 
 # uv does not read pip's variable; a CPU build of torch that lies there is what every session should use.
 if "PIP_FIND_LINKS" in os.environ and "UV_FIND_LINKS" not in os.environ:
@@ -103,23 +103,21 @@ def typecheck(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def tests(session: nox.Session, package: str) -> None:
-    """One package with what it declares and nothing else."""
-    _install(session, _source(package), *TEST_TOOLS)
-    session.run(*PYTEST, _tests(package), *session.posargs)
+    """One package with what it declares and nothing else; what its tests reach is measured on the way."""
+    _install(session, _source(package), *_groups("test", "cov"))
+    run = ("coverage", "run", f"--data-file={_measured(package)}", *PYTEST[1:], "-p", "measured")
+    session.run(*run, _tests(package), *session.posargs, env={"PYTHONPATH": ".ci"})
 
 
-@nox.session
+def _measured(package: str) -> str:
+    return f".coverage.{package}"
+
+
+@nox.session(requires=[f"tests({package})" for package in PACKAGES])
 def together(session: nox.Session) -> None:
-    """All packages and the benchmarks' own tests in one environment, with coverage."""
+    """All packages in one environment, where the benchmarks' own tests run, and the coverage of all tests before."""
     _install(session, *map(_source, PACKAGES), *_groups("test", "cov", "bench"))
-    session.run("coverage", "erase")
-    packages = [_tests(package) for package in PACKAGES]
-    # the slow tests, those of times and those that start ranks run for each package alone: a tracer slows Python down,
-    # and sees into no rank
-    quick = ("-p", "without_ranks", "-m", "not slow and not timing")
-    command = ("coverage", "run", "-m", "pytest", "-q", "--timeout=600", *quick, *packages, *session.posargs)
-    session.run(*command, env={"PYTHONPATH": ".ci"})
-    session.run("coverage", "combine")
+    session.run("coverage", "combine", *map(_measured, PACKAGES))
     session.run("coverage", "report", "--fail-under=80")
     session.run(*PYTEST, "benchmarks", *session.posargs)
 
