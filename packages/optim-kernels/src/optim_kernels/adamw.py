@@ -26,6 +26,8 @@ from optim_kernels._optimizers.adamw_options import (
 )
 from optim_kernels._optimizers.adamw_paths import EXPLAIN_HEADER, explain_row, step_device, why_not_kernels
 from optim_kernels._optimizers.adamw_state import (
+    MOMENTS,
+    NEEDED,
     converted_state,
     laid_out,
     plain_state,
@@ -35,6 +37,7 @@ from optim_kernels._optimizers.adamw_state import (
 from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
 from optim_kernels._optimizers.adamw_torch import beyond_torch, step_with_torch
 from optim_kernels._optimizers.explaining import launches_line, log_fallback, text_table
+from optim_kernels._optimizers.fitting import check_all_there, check_fit, check_masters_kept
 from optim_kernels._optimizers.group_clipping import check_clipping, check_here, clipping_of_step, norm_and_factor
 from optim_kernels._optimizers.plain_options import with_dtype_names
 from optim_kernels._optimizers.private_state import PrivateState
@@ -45,7 +48,7 @@ from optim_kernels._optimizers.stepping import (
     run_closure,
     without_gradients,
 )
-from optim_kernels._optimizers.storage import MasterWeights, check_dtype, drop_other_masters, missing_master
+from optim_kernels._optimizers.storage import MASTERS, MasterWeights, check_dtype, drop_other_masters, missing_master
 from optim_kernels._options import check_scalars
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import is_capturing
@@ -225,14 +228,17 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
             (group, own, [grads[index] for index in indices], [self._own_state[param] for param in own], indices)
             for group, indices, own in prepared.with_torch
         ]
+        names = self._parameter_names() if with_torch else {}
         for group, own, own_grads, own_states, _ in with_torch:
             check_adamw_scalars(group)
+            for param, grad, state in zip(own, own_grads, own_states):
+                _check_state(param, grad, group, state, names[param])
             wrong = beyond_torch(group, own, own_grads, own_states)
             if wrong is not None:
                 raise RuntimeError(
                     "complex parameters and differentiable=True are left to torch's own code, which has neither "
                     "stochastic rounding, nor master weights, nor moments of another dtype than the parameter's; give "
-                    f"{self._parameter_names()[wrong]} to a group without them"
+                    f"{names[wrong]} to a group without them"
                 )
         grad_scale, found_inf = self._loss_scaling()
         max_norm, norm_type = clipping_of_step(self)
@@ -280,6 +286,8 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
             if not param.is_complex():
                 check_dtype(param, names[param])
             reason = why_not_kernels(param, group)
+            if self._own_state[param]:
+                _check_state(param, grad, group, self._own_state[param], names[param])
             self._ensure_state(param, group, for_kernels=reason is None)
             if reason is None:
                 indices.append(index)
@@ -342,6 +350,17 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         return footer + (
             [f"{plan.num_copied} gradients are copied to their parameter's layout"] * bool(plan.num_copied)
         )
+
+
+def _check_state(param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any], name: str) -> None:
+    """Raise ``ValueError`` unless a step can update the parameter and this state."""
+    used = ("step", *MOMENTS) if group["amsgrad"] else NEEDED
+    check_all_there(state, used, name)
+    if group["master_weights"] is None:
+        check_fit(param, grad, state, used, name)
+    else:
+        check_fit(param, grad, state, (*used, *MASTERS), name)
+        check_masters_kept(state, name)
 
 
 def _as_saved(_: Optimizer, content: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -195,6 +196,9 @@ class PreparedStep:
         self._of_group, self._options = options, list(map(options, groups))
         self._params, self._keys, self._states = params, list(states), list(states.values())
         self._types = list(map(type, grads))
+        # what plain torch updates may move; but another tensor in its place may need to be converted, or followed
+        self._contents = [states[param].values() for part in self.with_torch for param in part.params]
+        self._held = list(chain.from_iterable(self._contents))
         self._kernel_indices = None if len(indices) == len(grads) else indices
 
     def is_for(
@@ -226,8 +230,13 @@ class PreparedStep:
             len(states) == len(self._states)
             and all(map(is_, states, self._keys))
             and all(map(is_, states.values(), self._states))
+            and self._holds_the_same()
             and (self.kernels is None or self.kernels.states.are_unchanged())
         )
+
+    def _holds_the_same(self) -> bool:
+        held = list(chain.from_iterable(self._contents))
+        return len(held) == len(self._held) and all(map(is_, held, self._held))
 
     def has_dense_gradients(self) -> bool:
         """Whether plain torch's gradients are dense; among the kernels', a sparse one fails in ``look_at``."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from optim_kernels._dtensors import local, spread_as
 from optim_kernels._impl import PLAIN_TYPES
+from optim_kernels._optimizers.fitting import check_fit
 from optim_kernels._optimizers.muon_options import check_choices, check_param, ns_config_of, rule_of, view_of
 from optim_kernels._optimizers.storage import (
     MASTERS,
@@ -109,6 +110,7 @@ def entries_of(
     ``indices`` hold the parameters of all groups; see `MuonEntry` for the latter.
     """
     check_choices(group)
+    used = ("momentum_buffer", *MASTERS, *(["step"] * group["stochastic_rounding"]))
     entries = []
     for place, p in enumerate(group["params"]):
         grad = gradient_of(p, group, names[p])
@@ -116,6 +118,7 @@ def entries_of(
             continue
         check_param(p, group, names[p])
         view = view_of(p, group, place, names[p])
+        check_fit(p, grad, state.get(p, {}), used, names[p])
         check_state_in_capture(p, state, names[p])
         init_state(p, view, group, state[p])
         if group["impl"] == "triton":

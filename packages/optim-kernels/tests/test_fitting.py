@@ -1,0 +1,202 @@
+"""A parameter, gradient or state that no longer fits the others is refused by name, before a step moves anything."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from random_tensors import DEVICE, give_gradients
+from torch import Tensor, nn
+
+from optim_kernels import TritonAdamW, TritonMuon, TritonMuonAdamW
+
+pytest.importorskip("triton")
+
+State = dict[str, Any]
+
+
+def adamw(params: list[nn.Parameter], impl: Any) -> TritonAdamW:
+    return TritonAdamW(list(zip(("first", "last"), params)), impl=impl)
+
+
+def adamw_at_random(params: list[nn.Parameter], impl: Any) -> TritonAdamW:
+    """By the reference, where there are no kernels."""
+    named = list(zip(("first", "last"), params))
+    return TritonAdamW(named, impl=impl, state_dtype=torch.bfloat16, stochastic_rounding=True)
+
+
+def muon_at_random(params: list[nn.Parameter], impl: Any) -> TritonMuon:
+    return TritonMuon(list(zip(("first", "last"), params)), impl=impl, ns_steps=1, stochastic_rounding=True)
+
+
+def muon_and_adamw(params: list[nn.Parameter], impl: Any) -> TritonMuonAdamW:
+    first, last = params
+    groups: list[dict[str, Any]] = [{"kind": "muon", "params": [("first", first)], "ns_steps": 1}]
+    return TritonMuonAdamW([*groups, {"kind": "adamw", "params": [("last", last)]}], impl=impl)
+
+
+MAKERS = pytest.mark.parametrize("make", [adamw, adamw_at_random, muon_at_random, muon_and_adamw])
+IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
+
+
+def stepped(make: Callable[..., Any], impl: str) -> tuple[list[nn.Parameter], Any]:
+    params = [nn.Parameter(torch.randn(4, 6, device=DEVICE)) for _ in range(2)]
+    optimizer = make(params, impl)
+    for _ in range(2):
+        give_gradients(*params)
+        optimizer.step()
+    return params, optimizer
+
+
+def assert_refused(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], words: str) -> None:
+    before = copy.deepcopy([(p.data, optimizer.state[p]) for p in params])
+    with pytest.raises(ValueError, match=words):
+        optimizer.step()
+    found = [(p.data, optimizer.state[p]) for p in params]
+    for (value, state), (old_value, old_state) in zip(found, before, strict=True):
+        assert torch.equal(value, old_value)
+        for key, old in old_state.items():
+            assert torch.equal(state[key], old) if isinstance(old, Tensor) else state[key] == old
+
+
+def of_other_shape(moment: Tensor) -> Tensor:
+    return moment[:1].clone()
+
+
+def expanded(moment: Tensor) -> Tensor:
+    return moment[:1].expand(moment.shape)
+
+
+@MAKERS
+@IMPLS
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (of_other_shape, r"of last is of shape \(1, 6\) on \w+.*, but the parameter of shape \(4, 6\) on"),
+        (expanded, r"of last, .* has several elements at one place; give its contiguous\(\)"),
+        (Tensor.int, r"of last must be of a floating dtype, got torch\.int32; convert it"),
+        (Tensor.tolist, r"of last must be a tensor, got \[\[.*; delete the state of this parameter"),
+    ],
+    ids=["shape", "expanded", "integers", "list"],
+)
+def test_a_moment_that_does_not_fit(make: Any, impl: Any, change: Callable[[Tensor], Any], words: str) -> None:
+    params, optimizer = stepped(make, impl)
+    give_gradients(*params)
+    state = optimizer.state[params[1]]
+    key = "momentum_buffer" if "momentum_buffer" in state else "exp_avg_sq"
+    state[key] = change(state[key])
+    assert_refused(optimizer, params, key + " " + words)
+
+
+@MAKERS
+@IMPLS
+@pytest.mark.parametrize("shape", [(8, 6), (1, 6), (3, 8)])
+def test_a_parameter_that_has_become_another_shape(make: Any, impl: Any, shape: tuple[int, int]) -> None:
+    """Broadcast, or noticed by torch when the other had moved; the wanted thing is a new state."""
+    params, optimizer = stepped(make, impl)
+    params[1].data = torch.randn(shape, device=DEVICE)
+    give_gradients(params[0])
+    assert_refused(optimizer, params, r"the gradient of last is of shape \(4, 6\) .* call zero_grad\(\)")
+    params[1].grad = None
+    give_gradients(*params)
+    assert_refused(optimizer, params, rf"of last is of shape \(4, 6\) on \w+.* of shape \({shape[0]}, {shape[1]}\) on")
+    del optimizer.state[params[1]]
+    before = [p.detach().clone() for p in params]
+    optimizer.step()
+    assert not any(map(torch.equal, params, before))
+
+
+@MAKERS
+def test_a_parameter_that_has_become_an_expanded_one(make: Any) -> None:
+    params, optimizer = stepped(make, "torch")
+    give_gradients(*params)
+    params[1].data = torch.randn(1, 6, device=DEVICE).expand(4, 6)
+    assert_refused(optimizer, params, r"last, .* has several elements at one place in memory, so it cannot be updated")
+
+
+@MAKERS
+@IMPLS
+@pytest.mark.parametrize("count", [None, "3", torch.ones(2)], ids=["none", "text", "two"])
+def test_a_step_count_that_is_none(make: Any, impl: Any, count: Any) -> None:
+    params, optimizer = stepped(make, impl)
+    give_gradients(*params)
+    optimizer.state[params[1]]["step"] = count
+    assert_refused(optimizer, params, "step of last must be a 0-d tensor that counts steps, got")
+
+
+@pytest.mark.parametrize("make", [adamw, adamw_at_random, muon_and_adamw])
+@IMPLS
+def test_a_step_count_may_be_a_number(make: Any, impl: Any) -> None:
+    params, optimizer = stepped(make, impl)
+    give_gradients(*params)
+    optimizer.state[params[1]]["step"] = 0
+    optimizer.step()
+    assert float(optimizer.state[params[1]]["step"]) == 1
+
+
+@pytest.mark.parametrize("make", [adamw, adamw_at_random])
+@IMPLS
+@pytest.mark.parametrize("missing", ["step", "exp_avg", "exp_avg_sq"])
+def test_a_state_of_which_something_is_missing(make: Any, impl: Any, missing: str) -> None:
+    params, optimizer = stepped(make, impl)
+    give_gradients(*params)
+    del optimizer.state[params[1]][missing]
+    assert_refused(optimizer, params, rf"the state of last has \['.*\], but needs {missing} too; add what is missing")
+
+
+@IMPLS
+def test_amsgrad_that_is_turned_on_without_a_maximum(impl: Any) -> None:
+    params, optimizer = stepped(adamw, impl)
+    give_gradients(*params)
+    optimizer.param_groups[0]["amsgrad"] = True
+    assert_refused(optimizer, params, r"the state of first has \[.*\], but needs max_exp_avg_sq too")
+
+
+@IMPLS
+def test_a_master_that_was_cast(impl: Any) -> None:
+    """The reference took what was left of it."""
+    param = nn.Parameter(torch.randn(4, 6, device=DEVICE).bfloat16())
+    optimizer = TritonAdamW([("weight", param)], state_dtype=torch.float32, master_weights="fp32", impl=impl)
+    give_gradients(param)
+    optimizer.step()
+    state = optimizer.state[param]
+    state.update({key: value.bfloat16() for key, value in state.items()})
+    assert_refused(optimizer, [param], r"master of weight must be torch\.float32, got torch\.bfloat16; delete it")
+    del state["master"]
+    optimizer.step()
+    assert state["master"].dtype == torch.float32
+
+
+@IMPLS
+@pytest.mark.parametrize("masters", ["fp32", "split16"])
+def test_a_master_that_is_gone_is_made_anew(impl: Any, masters: Any) -> None:
+    """Plain torch went on without."""
+    param = nn.Parameter(torch.randn(4, 6, device=DEVICE).bfloat16())
+    optimizer = TritonAdamW([param], state_dtype=torch.float32, master_weights=masters, impl=impl)
+    for _ in range(2):
+        give_gradients(param)
+        optimizer.step()
+    state = optimizer.state[param]
+    key = "master" if masters == "fp32" else "master_low"
+    del state[key]
+    optimizer.step()
+    assert state[key].count_nonzero() > 0
+
+
+@IMPLS
+def test_a_master_that_was_exchanged_follows_its_parameter(impl: Any) -> None:
+    """Plain torch brought the old one up to date."""
+    param = nn.Parameter(torch.randn(4, 6, device=DEVICE).bfloat16())
+    optimizer = TritonAdamW([param], lr=1e-3, state_dtype=torch.float32, master_weights="fp32", impl=impl)
+    for _ in range(2):
+        give_gradients(param)
+        optimizer.step()
+    state = optimizer.state[param]
+    state["master"] = state["master"].clone()
+    with torch.no_grad():
+        param.fill_(3.0)
+    optimizer.step()
+    torch.testing.assert_close(state["master"], torch.full_like(state["master"], 3.0), rtol=0, atol=5e-3)
