@@ -505,3 +505,77 @@ def test_a_plan_sees_that_a_moment_was_turned_at_its_address(which: str) -> None
     moment.data = moment.data.t()
     with pytest.raises(ValueError, match=rf"{which}\[0\] must be like params\[0\], .* strides \(4, 1\)"):
         adamw_(grads=problem.grads, steps=problem.steps, plan=plan, impl="triton", **problem.lists, **OPTIONS)
+
+
+def broken_lists(change: str, at: str) -> dict[str, Any]:
+    """Two tensors of each kind, of which the second under ``at`` is wrong."""
+    names = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "momentum_buffers")
+    lists: dict[str, Any] = {name: [torch.ones(3, 4) for _ in range(2)] for name in names}
+    wrong = {"none": None, "elsewhere": torch.ones(3, 4, device="meta"), "expanded": torch.ones(1, 4).expand(3, 4)}
+    lists[at][1] = wrong[change]
+    return lists
+
+
+BROKEN = pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ("none", TypeError, "must be a tensor, got None"),
+        ("elsewhere", ValueError, r"must be where \w+\[1\] is, on \w+, got \w+"),
+        ("expanded", ValueError, r"has several elements at one place; give its contiguous\(\)"),
+    ],
+)
+
+
+@BROKEN
+@pytest.mark.parametrize("at", ["params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"])
+def test_the_reference_finds_what_is_wrong_before_anything_moves(at: str, change: str, error: Any, words: str) -> None:
+    if (at, change) == ("grads", "expanded"):
+        pytest.skip("gradients are only read")
+    lists = broken_lists(change, at)
+    del lists["momentum_buffers"]
+    steps = [torch.zeros(()), torch.zeros(())]
+    # wherever one of two is, the other is elsewhere
+    named = r"\w+" if (at, change) == ("params", "elsewhere") else at
+    with pytest.raises(error, match=rf"{named}\[1\].* {words}"):
+        adamw_(**lists, steps=steps, impl="torch", **OPTIONS)
+    assert all(bool((tensors[0] == 1).all()) for tensors in lists.values())
+    assert not any(map(bool, steps))
+
+
+@BROKEN
+@pytest.mark.parametrize("at", ["params", "grads", "momentum_buffers"])
+def test_muon_finds_what_is_wrong_before_anything_moves(at: str, change: str, error: Any, words: str) -> None:
+    if (at, change) == ("grads", "expanded"):
+        pytest.skip("gradients are only read")
+    lists = broken_lists(change, at)
+    named = r"\w+" if (at, change) == ("params", "elsewhere") else at
+    with pytest.raises(error, match=rf"{named}\[1\].* {words}"):
+        muon_(lists["params"], lists["grads"], lists["momentum_buffers"], lr=0.1)
+    assert all(bool((tensors[0] == 1).all()) for tensors in lists.values())
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("option", "error", "words"),
+    [
+        ({"steps": [torch.zeros((), device=DEVICE), torch.zeros(2, device=DEVICE)]}, ValueError, r"steps\[1\] must be"),
+        ({"present": [False, None]}, TypeError, r"present\[0\] must be a 0-d tensor, got False"),
+        ({"present": [None, torch.ones(2, device=DEVICE)]}, ValueError, r"present\[1\] must be a 0-d tensor, got"),
+        ({"indices": [0, 1.0]}, ValueError, r"indices\[1\] must be an int, got 1\.0"),
+        ({"starts": [0.5, 0]}, ValueError, r"starts\[0\] must be an int, got 0\.5"),
+        ({"plan": 3}, TypeError, "plan must be an AdamWPlan or None, got 3"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_counts_flags_and_places_are_refused_by_name(option: dict[str, Any], error: Any, words: str, impl: Any) -> None:
+    params, grads, exp_avgs, exp_avg_sqs = ([torch.ones(4, device=DEVICE) for _ in range(2)] for _ in range(4))
+    steps = [torch.zeros((), device=DEVICE) for _ in range(2)]
+    given = {"steps": steps, "stochastic_rounding": True, "impl": impl, **OPTIONS, **option}
+    with pytest.raises(error, match=words):
+        adamw_(params, grads, exp_avgs, exp_avg_sqs, **given)
+    assert all(bool((each == 1).all()) for each in (*params, *exp_avgs, *exp_avg_sqs))
+
+
+def test_gradients_without_parameters_are_refused() -> None:
+    with pytest.raises(ValueError, match="grads must have one entry for each of the 0 params, got 1"):
+        adamw_([], [torch.ones(4)], [], [], steps=[], **OPTIONS)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from random_tensors import DEVICE
@@ -269,6 +270,35 @@ def test_bad_operands() -> None:
         mk.symmetric_matmul(torch.eye(3), torch.eye(3), c=torch.randn(2, 3, 3))
     with pytest.raises(ValueError, match=r"c must be one of torch\.float32, .* got torch\.float64"):
         mk.matmul_add(x, torch.randn(4, 2), c=torch.randn(3, 2).double())
+
+
+@pytest.mark.parametrize("factor", ["alpha", "beta"])
+@pytest.mark.parametrize("value", [1j, "2", None])
+def test_what_is_no_number_is_refused_by_name(factor: str, value: Any) -> None:
+    """A complex alpha gave zeros."""
+    x = torch.randn(3, 3)
+    option: dict[str, Any] = {factor: value}
+    with pytest.raises(TypeError, match=f"{factor} must be a number or a 1-element tensor, got {value!r}"):
+        mk.matmul_add(x, x, c=x, **option)
+    with pytest.raises(ValueError, match=rf"{factor} must be a number or .*, got torch\.complex64 of shape \(\)"):
+        mk.matmul_add(x, x, c=x, **{factor: torch.tensor(1j)})
+
+
+@pytest.mark.parametrize("value", [[[1.0]], np.ones((2, 2))], ids=["list", "array"])
+def test_what_is_no_tensor_is_refused_by_name(value: Any) -> None:
+    kind = type(value).__name__
+    with pytest.raises(TypeError, match=f"x must be a tensor of matrices, got a {kind}"):
+        mk.gram(value)
+    with pytest.raises(TypeError, match=f"a must be a tensor of matrices, got a {kind}"):
+        mk.matmul_add(value, torch.randn(2, 2))
+
+
+def test_both_operands_are_matrices_of_dtypes_that_can_be_multiplied() -> None:
+    x = torch.randn(4, 3)
+    with pytest.raises(ValueError, match=r"a must be floating-point matrices, got torch\.float32 of shape \(4,\)"):
+        mk.matmul_add(x[:, 0], x)
+    with pytest.raises(ValueError, match=r"got torch\.float8_e4m3fn .*; products take 16 bits and more"):
+        mk.gram(x.to(torch.float8_e4m3fn))
 
 
 def test_autocast_changes_nothing() -> None:

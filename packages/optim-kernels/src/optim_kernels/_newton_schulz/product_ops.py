@@ -21,6 +21,7 @@ from torch import Tensor
 from optim_kernels._impl import use_triton, why_not_products
 from optim_kernels._newton_schulz.direct_calls import can_compute_directly
 from optim_kernels._newton_schulz.iterations import TorchProducts, without_autocast
+from optim_kernels._options import check_scalars
 
 Number = float | Tensor
 
@@ -106,7 +107,7 @@ _product.register_autograd(_backward, setup_context=_save)
 
 def _multiplied(a: Tensor, b: Tensor, c: Tensor | None, alpha: Number, beta: Number, symmetric: bool) -> Tensor:
     """`_multiply`, through the operator where autograd or tracing has to see it."""
-    if isinstance(alpha, Tensor) or isinstance(beta, Tensor):
+    if not (isinstance(alpha, float) and isinstance(beta, float)):
         alpha, beta = _checked_factor("alpha", alpha, a), _checked_factor("beta", beta, a)
     alpha_tensor, beta_tensor = (x if isinstance(x, Tensor) else None for x in (alpha, beta))
     if can_compute_directly(a, b, c, alpha_tensor, beta_tensor):
@@ -119,9 +120,12 @@ def _multiplied(a: Tensor, b: Tensor, c: Tensor | None, alpha: Number, beta: Num
 def _checked_factor(name: str, value: Number, like: Tensor) -> Number:
     """A number, or a 0-d tensor in the precision of the sums."""
     if not isinstance(value, Tensor):
+        check_scalars(**{name: value})
         return float(value)
-    if value.numel() != 1:
-        raise ValueError(f"{name} must be a number or a tensor of one element, got shape {tuple(value.shape)}")
+    if value.numel() != 1 or value.is_complex():
+        raise ValueError(
+            f"{name} must be a number or a tensor of one element, got {value.dtype} of shape {tuple(value.shape)}"
+        )
     return value.reshape(()).to(like.device, torch.float64 if like.dtype == torch.float64 else torch.float32)
 
 
@@ -134,7 +138,7 @@ def gram(
     """
     if side not in ("left", "right"):
         raise ValueError(f"side must be 'left' or 'right', got {side!r}")
-    x = _checked("x", x, x)
+    _check_operand("x", x, x)
     x = x if side == "left" else x.mT
     return _into(out, _multiplied(x, x, None, alpha, 0.0, True))
 
@@ -147,7 +151,7 @@ def symmetric_matmul(
     a, b, c [..., M, M] -> [..., M, M]; only one triangle is computed, the other is its mirror image. c as in
     `matmul_add`.
     """
-    _checked("b", b, a)
+    _check_operand("b", b, a)
     if a.shape != b.shape or a.shape[-1] != a.shape[-2]:
         raise ValueError(f"a and b must be square and of one shape, got {tuple(a.shape)} and {tuple(b.shape)}")
     _check_added(c, a, a.shape)
@@ -161,19 +165,24 @@ def matmul_add(
 
     c may be fp32, fp16 or bf16 whatever a and b are; the result has their dtype.
     """
-    _checked("b", b, a)
+    _check_operand("b", b, a)
     if a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
         raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} cannot be multiplied")
     _check_added(c, a, (*a.shape[:-1], b.shape[-1]))
     return _into(out, _multiplied(a, b, c, alpha, beta, False))
 
 
-def _checked(name: str, tensor: Tensor, like: Tensor) -> Tensor:
-    if tensor.ndim < 2 or not tensor.is_floating_point():
-        raise ValueError(f"{name} must be floating-point matrices, got {tensor.dtype} of shape {tuple(tensor.shape)}")
+def _check_operand(name: str, tensor: Tensor, like: Tensor) -> None:
+    for each, given in ((name, tensor), ("a", like)):
+        if not isinstance(given, Tensor):
+            raise TypeError(f"{each} must be a tensor of matrices, got a {type(given).__name__}")
+        if given.ndim < 2 or not given.is_floating_point() or given.dtype.itemsize < 2:
+            raise ValueError(
+                f"{each} must be floating-point matrices, got {given.dtype} of shape {tuple(given.shape)}; products "
+                "take 16 bits and more"
+            )
     if tensor.dtype != like.dtype or tensor.device != like.device:
         raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, the other is {like.dtype} on {like.device}")
-    return tensor
 
 
 def _check_added(c: Tensor | None, like: Tensor, shape: Sequence[int]) -> None:

@@ -10,13 +10,11 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import local
 from optim_kernels._optimizers.storage import MASTERS
-from optim_kernels.functional._lists import description
-from optim_utils.low_bit import LowBitTensor
+from optim_kernels.functional._lists import description, has_overlaps
 
 
 def check_fit(param: Tensor, grad: Tensor, state: Mapping[str, Any], keys: Sequence[str], name: str) -> None:
@@ -27,7 +25,7 @@ def check_fit(param: Tensor, grad: Tensor, state: Mapping[str, Any], keys: Seque
             ``state`` lacks are skipped.
     """
     own = local(param)
-    if _overlaps(own):
+    if has_overlaps(own):
         raise ValueError(
             f"{name}, {description(own)}, has several elements at one place in memory, so it cannot be updated; give "
             "it memory of its own: param.data = param.data.clone(memory_format=torch.contiguous_format)"
@@ -44,7 +42,7 @@ def check_fit(param: Tensor, grad: Tensor, state: Mapping[str, Any], keys: Seque
         else:
             here = local(value)
             _check_like(own, here, of, "convert it, or delete the state of this parameter to start anew")
-            if _overlaps(here):
+            if has_overlaps(here):
                 raise ValueError(f"{of}, {description(here)}, has several elements at one place; give its contiguous()")
             if key not in MASTERS and not (value.is_floating_point() or (own.is_complex() and value.is_complex())):
                 raise ValueError(f"{of} must be of a floating dtype, got {value.dtype}; convert it")
@@ -81,10 +79,3 @@ def _check_like(param: Tensor, value: Tensor, of: str, remedy: str) -> None:
             f"{of} is of shape {tuple(value.shape)} on {value.device}, but the parameter of shape "
             f"{tuple(param.shape)} on {param.device}; {remedy}"
         )
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    """Whether elements of a tensor share their place in memory, as in one that is expanded."""
-    if isinstance(tensor, LowBitTensor) or tensor.layout != torch.strided or tensor.is_contiguous():
-        return False
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape))

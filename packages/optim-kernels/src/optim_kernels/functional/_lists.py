@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels.multi_tensor import sharing_memory
+from optim_utils.low_bit import LowBitTensor
 
 
 def check_lengths(count: int, of: str, **lists: Sequence[Any] | None) -> None:
@@ -17,6 +18,14 @@ def check_lengths(count: int, of: str, **lists: Sequence[Any] | None) -> None:
     for name, each in lists.items():
         if each is not None and len(each) != count:
             raise ValueError(f"{name} must have one entry for each of the {count} {of}, got {len(each)}")
+
+
+def check_tensors(**lists: Sequence[Any] | None) -> None:
+    """Raise ``TypeError`` unless each entry is a tensor."""
+    for name, each in lists.items():
+        for i, tensor in enumerate(each or ()):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name}[{i}] must be a tensor, got {tensor!r}")
 
 
 def check_floating(**lists: Sequence[Tensor] | None) -> None:
@@ -49,22 +58,57 @@ def check_masters(params: Sequence[Tensor], masters: Sequence[Tensor | None] | N
 
 
 def check_counts(steps: Any) -> None:
-    """Raise ``TypeError`` unless step counts are tensors, since a step advances them in place."""
+    """Raise unless step counts are tensors of one number each, since a step advances them in place."""
     counts = steps if isinstance(steps, Sequence) else [steps]
     if not all(isinstance(count, Tensor) for count in counts):
         raise TypeError(
             f"steps must be a 0-d tensor, or one for each of the params, that counts the steps so far, got {steps!r}"
         )
+    check_flags(steps=counts)
+
+
+def check_flags(**lists: Sequence[Any] | None) -> None:
+    """Raise unless each entry that is not ``None`` is a tensor of one number."""
+    for name, each in lists.items():
+        for i, flag in enumerate(each or ()):
+            if flag is None:
+                continue
+            if not isinstance(flag, Tensor):
+                raise TypeError(f"{name}[{i}] must be a 0-d tensor, got {flag!r}")
+            if flag.numel() != 1:
+                raise ValueError(f"{name}[{i}] must be a 0-d tensor, got shape {tuple(flag.shape)}")
 
 
 def check_shapes(like: Sequence[Tensor], of: str, **lists: Sequence[Tensor | None] | None) -> None:
-    """Raise ``ValueError`` unless each tensor has the shape of its neighbour in ``like``: torch would broadcast it."""
+    """Raise ``ValueError`` unless each tensor has its neighbour's shape, which torch would broadcast, and device."""
     for name, each in lists.items():
         for i, (tensor, other) in enumerate(zip(each or (), like)):
-            if tensor is not None and tensor.shape != other.shape:
+            if tensor is None:
+                continue
+            if tensor.shape != other.shape:
                 raise ValueError(
                     f"{name}[{i}] must have the shape of {of}[{i}], {tuple(other.shape)}, got {tuple(tensor.shape)}"
                 )
+            if tensor.device != other.device:
+                raise ValueError(f"{name}[{i}] must be where {of}[{i}] is, on {other.device}, got {tensor.device}")
+
+
+def check_writable(**lists: Sequence[Tensor | None] | None) -> None:
+    """Raise ``ValueError`` where several elements of a tensor share one place, which torch refuses to write."""
+    for name, each in lists.items():
+        for i, tensor in enumerate(each or ()):
+            if tensor is not None and has_overlaps(tensor):
+                raise ValueError(
+                    f"{name}[{i}], {description(tensor)}, has several elements at one place; give its contiguous()"
+                )
+
+
+def has_overlaps(tensor: Tensor) -> bool:
+    """Whether elements of a tensor share their place in memory, as in one that is expanded."""
+    # codes have a memory of their own, and no strides
+    if isinstance(tensor, LowBitTensor) or tensor.layout != torch.strided or tensor.is_contiguous():
+        return False
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape))
 
 
 def check_apart(params: Sequence[Tensor]) -> None:

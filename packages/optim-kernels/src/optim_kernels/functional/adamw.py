@@ -13,10 +13,14 @@ from optim_kernels._impl import Impl, check_impl, use_triton
 from optim_kernels._options import are_numbers, check_scalar_tensors, check_scalars, check_seed, check_switches
 from optim_kernels.functional._lists import (
     check_counts,
+    check_flags,
     check_floating,
     check_lengths,
     check_masters,
     check_shapes,
+    check_tensors,
+    check_whole,
+    check_writable,
 )
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import TensorList
@@ -78,13 +82,17 @@ def adamw_(
     Raises:
         ValueError: lists of other lengths, tensors of other shapes, or what the kernels cannot take; by name, before
             anything is written.
+        TypeError: something else in place of a number, a tensor or a plan, likewise.
         RuntimeError: ``impl="triton"`` where the kernels cannot run.
     """
     if not params:
+        check_lengths(0, "params", grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs)
         return
     check_impl(impl)
     check_switches(stochastic_rounding=stochastic_rounding)
     check_scalar_tensors(grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
+    if plan is not None and not isinstance(plan, AdamWPlan):
+        raise TypeError(f"plan must be an AdamWPlan or None, got {plan!r}")
     # the kernels can update whatever a plan was made for
     planned = plan is not None and impl != "torch" and plan.is_for(params)
     # an empty list stands for none, as in torch's own functions
@@ -108,14 +116,19 @@ def adamw_(
             **more_state,
             **places,
         )
+        check_tensors(params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs)
+        check_whole(indices=indices, starts=starts)
+        check_flags(present=present)
     if not planned and not all(use_triton(impl, p, f"params[{i}]") for i, p in enumerate(params)):
         if impl == "auto" and any(p.is_cuda for p in params) and not all(p.is_cuda for p in params):
             raise ValueError("params are on CUDA and elsewhere; call adamw_ once for each device")
         moments = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "max_exp_avg_sqs": more_state["max_exp_avg_sqs"]}
+        check_tensors(**moments)
         check_floating(params=params, grads=grads, **moments)
         _check_grads(params, grads)
         check_masters(params, more_state["masters"])
         check_shapes(params, "params", **moments, masters=more_state["masters"])
+        check_writable(params=params, **moments, masters=more_state["masters"])
         reference.adamw_(
             params, grads, exp_avgs, exp_avg_sqs, steps=steps, **more_state, **hyper, **scaling, **places, **rounding
         )
@@ -176,3 +189,5 @@ def _check_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
                 f"grads[{i}] must have its parameter's shape {tuple(p.shape)}, or be a stack of such, got "
                 f"{tuple(grad.shape)}"
             )
+        if grad.device != p.device:
+            raise ValueError(f"grads[{i}] must be where params[{i}] is, on {p.device}, got {grad.device}")

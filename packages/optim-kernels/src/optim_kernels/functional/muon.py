@@ -19,7 +19,9 @@ from optim_kernels.functional._lists import (
     check_lengths,
     check_masters,
     check_shapes,
+    check_tensors,
     check_whole,
+    check_writable,
 )
 from optim_kernels.orthogonalization import NSConfig, newton_schulz_with
 from optim_kernels.reference.muon import (
@@ -111,8 +113,10 @@ def muon_(
         steps=steps,
         indices=indices,
     )
+    check_tensors(params=params, grads=grads, momentum_buffers=momentum_buffers)
     check_shapes(params, "params", grads=grads, momentum_buffers=momentum_buffers, masters=masters)
     check_floating(params=params)
+    check_writable(params=params, masters=masters)
     check_masters(params, masters)
     check_whole(steps=steps, indices=indices)
     check_scalars(lr=lr, weight_decay=weight_decay)
@@ -180,8 +184,10 @@ def muon_update(
         raise TypeError(f"ns must be an NSConfig or None, got {ns!r}; give NSConfig(coefficients=...)")
     check_scalars(momentum=momentum, beta2=beta2)
     check_lengths(len(grads), "grads", momentum_buffers=momentum_buffers, second_moments=second_moments, views=views)
+    check_tensors(grads=grads, momentum_buffers=momentum_buffers, second_moments=second_moments)
     check_shapes(grads, "grads", momentum_buffers=momentum_buffers)
     check_floating(grads=grads, momentum_buffers=momentum_buffers, second_moments=second_moments)
+    check_writable(momentum_buffers=momentum_buffers, second_moments=second_moments)
     all_views = _views_of(views, grads, "grads")
     for i, (moment, view) in enumerate(zip(second_moments or (), all_views)):
         if moment.numel() != num_second_moments(view):
@@ -237,8 +243,10 @@ def apply_muon_update_(
     check_switches(cautious=cautious)
     check_scalars(lr=lr, weight_decay=weight_decay)
     check_lengths(len(params), "params", updates=updates, views=views, masters=masters, bits=bits)
+    check_tensors(params=params, updates=updates)
     check_shapes(params, "params", updates=updates, masters=masters)
     check_floating(params=params, updates=updates)
+    check_writable(params=params, masters=masters)
     check_masters(params, masters)
     all_views = _views_of(views, params, "params")
     for i, (p, o) in enumerate(zip(params, updates, strict=True)):
