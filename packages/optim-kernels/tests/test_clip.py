@@ -28,6 +28,7 @@ from optim_kernels import (
 )
 from optim_kernels._gradient_norm import GradientNorms
 
+ONE = torch.tensor(1.0)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -342,3 +343,34 @@ def test_a_norm_that_is_no_tensor_is_refused() -> None:
     with pytest.raises(TypeError, match="total_norm must be a 0-d tensor"):
         clip_grads_with_norm_([p], 1.0, 3.0)  # type: ignore[arg-type]
     assert torch.equal(p.grad, torch.ones_like(p))
+
+
+@pytest.mark.parametrize("clip", [clip_grad_norm_, lambda params, limit: clip_grads_with_norm_(params, limit, ONE)])
+@pytest.mark.parametrize("last", ["expanded", "8 bits"])
+def test_no_gradient_is_scaled_where_one_cannot_be(clip: Any, last: str) -> None:
+    first, other = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    first.grad = torch.full((3,), 5.0)
+    if last == "expanded":
+        other.grad = torch.ones(1).expand(3)
+    else:
+        other = torch.nn.Parameter(torch.ones(3).to(torch.float8_e5m2))
+        other.grad = torch.ones(3).to(torch.float8_e5m2)
+    with pytest.raises(ValueError, match=r"gradient 1, torch\..* cannot be scaled in place: give a contiguous one"):
+        clip([first, other], 0.1)
+    assert torch.equal(first.grad, torch.full((3,), 5.0))
+
+
+def test_what_are_no_parameters_is_said() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"parameters must be tensors, got tuple among them; give model"):
+        clip_grad_norm_(model.named_parameters(), 1.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected a tensor or an iterable of tensors, got a Linear"):
+        compute_global_grad_norm(model)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("out", [torch.zeros(3), torch.zeros((), dtype=torch.int64)], ids=["several", "integer"])
+def test_a_sum_of_squares_is_one_number(out: Tensor) -> None:
+    """It was repeated, or cut."""
+    with pytest.raises(ValueError, match=r"out must be one floating-point number, got torch\.\w+ of shape"):
+        sum_of_squares([torch.full((2,), 0.7)], out=out)
+    assert not out.any()

@@ -22,6 +22,7 @@ from torch import Tensor
 from optim_kernels import reference
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._options import check_scalar_tensors
+from optim_kernels.functional._lists import has_overlaps
 
 __all__ = [
     "clip_factor",
@@ -119,6 +120,12 @@ def clip_grads_with_norm_(
     factor = clip_factor(total_norm, max_norm)
     if foreach is None and _NORMS.scale_(gradients, factor):
         return
+    for place, gradient in enumerate(gradients):
+        if has_overlaps(gradient) or gradient.dtype.itemsize < 2:
+            raise ValueError(
+                f"gradient {place}, {gradient.dtype} of shape {tuple(gradient.shape)} and strides {gradient.stride()}, "
+                "cannot be scaled in place: give a contiguous one, of 16 bits or more"
+            )
     for gradient in gradients:
         # torch multiplies a 16-bit gradient by a 0-d fp32 tensor in 16 bits, which would round the factor
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
@@ -135,6 +142,8 @@ def clip_factor(total_norm: Tensor, max_norm: float) -> Tensor:
 @torch.no_grad()
 def sum_of_squares(tensors: Tensors, *, out: Tensor | None = None) -> Tensor:
     """Σ g² over all tensors: 0-d fp64; one rank's part for a caller that adds up over ranks."""
+    if out is not None and (out.numel() != 1 or not out.is_floating_point()):
+        raise ValueError(f"out must be one floating-point number, got {out.dtype} of shape {tuple(out.shape)}")
     tensors = _as_list(tensors)
     totals = _NORMS.totals(tensors, 2.0)
     total = (
@@ -148,6 +157,8 @@ def sum_of_squares(tensors: Tensors, *, out: Tensor | None = None) -> Tensor:
 def _as_list(tensors: Tensors) -> list[Tensor]:
     if isinstance(tensors, Tensor):
         return [tensors]
+    if not isinstance(tensors, Iterable):
+        raise TypeError(f"expected a tensor or an iterable of tensors, got a {type(tensors).__name__}")
     listed = list(tensors)
     if not listed and isinstance(tensors, types.GeneratorType):
         warnings.warn("the generator of tensors is empty, so there is nothing to clip", stacklevel=3)
@@ -156,5 +167,11 @@ def _as_list(tensors: Tensors) -> list[Tensor]:
 
 def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
     # torch.compile has no := in a comprehension
-    gradients = [parameter.grad for parameter in parameters]
+    try:
+        gradients = [parameter.grad for parameter in parameters]
+    except AttributeError as error:
+        kinds = {type(parameter).__name__ for parameter in parameters if not isinstance(parameter, Tensor)}
+        raise TypeError(
+            f"parameters must be tensors, got {', '.join(sorted(kinds))} among them; give model.parameters()"
+        ) from error
     return [gradient for gradient in gradients if gradient is not None]
