@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -292,6 +293,33 @@ def test_differentiable_goes_through_the_step() -> None:
     leaf.sum().backward()
     assert p.grad is not None
     torch.testing.assert_close(p.grad, torch.full_like(p, 1 - 1e-3 * 1e-2))
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("max_norm", [0.5, 1e6], ids=["clipped", "not clipped"])
+def test_differentiable_goes_through_the_clip_factor(max_norm: float, norm_type: float) -> None:
+    """The factor was taken for a constant."""
+
+    def stepped(value: Tensor, grad: Tensor) -> Tensor:
+        leaf = value.clone()
+        optimizer = TritonAdamW(
+            [torch.nn.Parameter(torch.zeros(1))], lr=0.1, differentiable=True, max_norm=max_norm, norm_type=norm_type
+        )
+        optimizer.param_groups[0]["params"] = [leaf]
+        moments = {key: torch.full_like(value, 0.2) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[leaf] = {"step": torch.tensor(10.0), **{key: m.detach() for key, m in moments.items()}}
+        leaf.grad = grad
+        optimizer.step()
+        assert optimizer.grad_norm is not None
+        assert not optimizer.grad_norm.requires_grad
+        torch.testing.assert_close(optimizer.grad_norm, torch.linalg.vector_norm(grad.detach(), norm_type))
+        return leaf
+
+    value, grad = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in ([1.0, 2.0], [0.5, -0.7]))
+    assert torch.autograd.gradcheck(stepped, (value, grad))
+    zero = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    (derivative,) = torch.autograd.grad(stepped(value, zero).sum(), zero)
+    assert derivative.isfinite().all()
 
 
 @pytest.mark.parametrize(

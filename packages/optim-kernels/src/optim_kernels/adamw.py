@@ -247,7 +247,14 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
                 raise ValueError("this optimizer clips by max_norm itself; pass clip_factor to one without max_norm")
             check_here(self, grads)
             all_grads = [grad for grad in grads if grad is not None] if prepared.with_torch else seen
-            self.grad_norm, clip_factor = norm_and_factor(self._norms, all_grads, max_norm, norm_type, grad_scale)
+            self.grad_norm, clip_factor = norm_and_factor(
+                self._norms,
+                all_grads,
+                max_norm,
+                norm_type,
+                grad_scale,
+                differentiable=any(group["differentiable"] for group, *_ in with_torch),
+            )
         if prepared.followed:
             self._writes.follow(prepared.followed, prepared.followed, prepared.masters)
         if prepared.kernels is not None:

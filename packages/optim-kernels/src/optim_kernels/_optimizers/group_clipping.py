@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from optim_kernels import reference
@@ -13,6 +14,7 @@ from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._optimizers.base import StatefulOptimizer
 from optim_kernels._options import are_numbers, check_scalars
 from optim_kernels.multi_tensor import TensorList
+from optim_kernels.reference.clip import result_dtype
 
 # The largest norm, or None, and the order of the norm, which is 2 for groups that name none.
 Clipping = tuple[float | None, float]
@@ -72,10 +74,33 @@ def norm_and_factor(
     max_norm: float,
     norm_type: float,
     grad_scale: Tensor | None,
+    *,
+    differentiable: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of the gradients divided by ``grad_scale``, and the factor that clips that norm."""
+    """The norm of the gradients divided by ``grad_scale``, and the factor that clips that norm.
+
+    Args:
+        differentiable: whether autograd has to go through the factor; never through the norm.
+    """
+    if differentiable and not isinstance(grads, TensorList):
+        with torch.enable_grad():
+            norm = _differentiable_norm(grads, norm_type)
+            norm = norm if grad_scale is None else norm / grad_scale.to(norm)
+            return norm.detach(), reference.clip_factor(norm, max_norm)
     norm, factor = norms.norm_and_factor(grads, norm_type, max_norm)
     if grad_scale is not None:
         norm = norm / grad_scale.to(norm)
         factor = reference.clip_factor(norm, max_norm)
     return norm, factor
+
+
+def _differentiable_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of the gradients' norms, for autograd.
+
+    The root of a sum of squares, as it is computed elsewhere, has no finite derivative at 0.
+    """
+    # an empty tensor has no largest element
+    filled = [grad for grad in grads if grad.numel()] or [grads[0].new_zeros(())]
+    each = [torch.linalg.vector_norm(g, norm_type, dtype=torch.promote_types(g.dtype, torch.float64)) for g in filled]
+    norm = torch.linalg.vector_norm(torch.stack([one.to(grads[0].device) for one in each]), norm_type)
+    return norm.to(result_dtype(grads))
