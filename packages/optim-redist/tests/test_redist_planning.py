@@ -284,6 +284,22 @@ def test_the_cache_returns_the_same_plan() -> None:
     assert plan(*args) is not plan(*args, memory_limit=2**30)
 
 
+@pytest.mark.parametrize("partial", [None, {2: "sum"}], ids=["", "sum"])
+def test_plans_show_the_names_of_their_own_axes(partial: dict[int, str] | None) -> None:
+    made = []
+    for names in [("a", "b", "c"), ("dp", "tp", "pp"), None]:
+        mesh = Mesh((2, 4, 2), names=names)
+        src, dst = Layout(mesh, [0, 1], partial), Layout(mesh, [1, 0])
+        found = plan((8, 8), "float32", src, dst, planners=["direct"])
+        for layout in (found.src, found.dst, *[layout for stage in found.stages for layout in (stage.src, stage.dst)]):
+            assert layout.mesh.names == names
+        assert found.steps[-1].layout == str(dst)
+        assert f"from  {src} on {mesh}" in str(found)
+        assert plan((8, 8), "float32", src, dst, planners=["direct"]) is found
+        made.append(found)
+    assert len({each.hash for each in made}) == 1
+
+
 def test_the_certificate_travels() -> None:
     error = PlanInfeasibleError(1, {"source": 8, "target": 4}, 6, proven=True)
     error.add_note("rank 3 raised it")

@@ -80,7 +80,7 @@ class _Question(NamedTuple):
 
 
 _plans: Recent[Plan] = Recent(_CACHE_SIZE)  # keyed by layouts as the caller wrote them
-_decisions: Recent[_Decision] = Recent(_CACHE_SIZE)  # keyed by questions between canonical layouts
+_decisions: Recent[_Decision] = Recent(_CACHE_SIZE)  # keyed by questions between canonical layouts, and their names
 
 
 def clear_cache() -> None:
@@ -141,9 +141,10 @@ def plan(
     try:
         asked = None if planners is None else tuple(planners)
         options = (cost_model, topology, memory_limit, donate, relabel, deterministic, asked, budget, partial_init)
-        key = (sizes, name, src, dst, *options)
+        # layouts on axes of other names are equal, but a plan shows the names of its own
+        key = (sizes, name, src, dst, src.mesh.names, dst.mesh.names, *options)
         known = _plans.find(key)
-    except TypeError:
+    except (TypeError, AttributeError):
         _check_arguments(src, dst, cost_model, topology, planners)
         given = {"memory_limit": memory_limit, "partial_init": partial_init, "planners": tuple(planners or ())}
         _check_hashes(shape=sizes, donate=donate, relabel=relabel, deterministic=deterministic, budget=budget, **given)
@@ -229,10 +230,11 @@ def _as_written(decision: _Decision, dtype: str, src: Layout, dst: Layout) -> Pl
 def _decided(question: _Question) -> _Decision:
     """The answer to the question between the canonical forms of its layouts, found once."""
     question = question.between_canonical_layouts()
-    known = _decisions.find(question)
+    key = question, question.src.mesh.names, question.dst.mesh.names
+    known = _decisions.find(key)
     if known is None:
         known = _decide(question.request(), question.planners)
-        _decisions.put(question, known)
+        _decisions.put(key, known)
     return known
 
 
