@@ -19,6 +19,7 @@ from optim_redist import (
     Mesh,
     NotRepresentableError,
     Ragged,
+    RedistError,
     Strided,
     UnsupportedError,
     parse_layout,
@@ -295,6 +296,15 @@ def _other_features(rank: int, world_size: int) -> list[str]:
 
     full = torch.arange(64, dtype=torch.float32).reshape(8, 8)
     tensor = distribute_tensor(full, device_mesh, [Shard(0), Shard(1)], src_data_rank=None).requires_grad_()
+    for wanted in (tensor.placements, [Shard(1), Shard(0)]):
+        for limit, words in ((63, "memory_limit=63 bytes is too small"), ("1MiB", "must be a number of bytes")):
+            try:
+                redistribute(tensor, None, wanted, memory_limit=limit)
+                check(f"{limit} to {wanted} is refused", False)
+            except RedistError as error:
+                check(f"refusal of {limit} to {wanted}", words in str(error))
+    same = redistribute(tensor, None, tensor.placements, memory_limit=64)
+    check("a part that stays counts once", torch.equal(same.to_local(), tensor.to_local()))
     half = redistribute(tensor, None, [Shard(1), Shard(0)], forward_dtype=torch.bfloat16, backward_dtype=torch.bfloat16)
     check("forward dtype", half.dtype == half.to_local().dtype == torch.bfloat16)
     half.to_local().float().sum().backward()
@@ -471,6 +481,9 @@ def test_redistribute_refuses_arguments_of_other_types_by_name():
         redistribute(torch.ones(4), None, Shard(0))
     with pytest.raises(UnsupportedError, match="placements is 0; give a list of them"):
         redistribute(torch.ones(4), None, 0)
+    for placement, kind in ((["S(0)"], "list"), (0, "int"), ("S(0)", "str")):
+        with pytest.raises(UnsupportedError, match=f"placements has .* of {kind}; give Shard"):
+            redistribute(torch.ones(4), None, [placement])
     for order in (0, {0: 1}, ["axis"]):
         with pytest.raises(LayoutError, match=r"shard_order is \{tensor_dim: axes\}, or pairs of them, got "):
             Layout.from_placements(Mesh((2, 2)), [Shard(0), Shard(0)], (4,), shard_order=order)

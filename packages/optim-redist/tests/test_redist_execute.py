@@ -25,6 +25,7 @@ from optim_redist import (
     Plan,
     PlanMismatchError,
     Ragged,
+    RedistError,
     RepeatedExchange,
     UnsupportedError,
     bounds,
@@ -353,6 +354,28 @@ def test_ranks_that_forget_programs_do_not_wait_for_those_that_know_them() -> No
     run_ranks(_forgetful, 4, timeout=60)
 
 
+@pytest.mark.parametrize(
+    "part", [torch.zeros(4, 4), torch.zeros(4, 4, requires_grad=True), None], ids=["a part", "followed", "no part"]
+)
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("dtype", "float32", r"dtype must be a torch\.dtype or None, got 'float32'"),
+        ("device", "cpu", r"device must be a torch\.device or None, got 'cpu'"),
+        ("src", "S(0)", r"src must be a Layout, got 'S\(0\)'; parse_layout"),
+    ],
+    ids=["dtype", "device", "src"],
+)
+def test_options_of_other_types_are_refused_on_every_rank(
+    part: torch.Tensor | None, option: str, value: str, words: str
+) -> None:
+    mesh = Mesh(1) if part is not None else Mesh(1, ranks=[1])
+    options: dict[str, Any] = {"src": Layout(mesh, [0, None]), "dst": Layout(mesh, [None, 0]), "dtype": torch.float32}
+    options[option] = value
+    with pytest.raises(RedistError, match=words):
+        redistribute_local(part, (4, 4), **options)
+
+
 def test_wrong_local_shapes_are_refused() -> None:
     mesh = Mesh(2)
     task = plan((4, 4), torch.float32, Layout(mesh, [0, None]), Layout(mesh, [None, 0]))
@@ -599,6 +622,18 @@ def _groups_that_are_none(rank: int, world: int) -> None:
     for group in (gone, init_device_mesh("cpu", (2,)), "world"):
         with pytest.raises(UnsupportedError, match="group is a process group"):
             redistribute_local(*task, group=group)
+    first = torch.distributed.new_group([0])
+    for call in (redistribute_local, _many_of_one):
+        if rank == 0:
+            with pytest.raises(UnsupportedError, match=r"the group lacks ranks \[1\]"):
+                call(*task, group=first)
+        else:
+            with pytest.raises(UnsupportedError, match="rank 1 is not in the group that was given"):
+                call(*task, group=first)
+
+
+def _many_of_one(*task: Any, group: Any) -> None:
+    redistribute_many([task], group=group)
 
 
 def _parts_that_do_not_fit(rank: int, world: int) -> None:

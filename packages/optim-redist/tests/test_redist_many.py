@@ -141,6 +141,9 @@ def test_errors_name_the_tensor() -> None:
         redistribute_many({"b": (torch.zeros(2), (3,), one, one)})
     with pytest.raises(LayoutError, match=r"'b' is a tensor of torch\.float32, and dtype=torch\.int8 was given"):
         redistribute_many({"b": (torch.zeros(3), (3,), one, one, torch.int8)})
+    for there in (torch.zeros(3), None):
+        with pytest.raises(UnsupportedError, match=r"the dtype of 'b' must be a torch\.dtype or None, got 'float32'"):
+            redistribute_many({"b": (there, (3,), one, one, "float32")})
     with pytest.raises(UnsupportedError, match=r"'b' is a ndarray, this takes a torch\.Tensor or None"):
         redistribute_many({"b": (torch.zeros(3).numpy(), (3,), one, one)})
     apart = {"a": (torch.zeros(3), (3,), one, one), "b": (torch.zeros(3, device="meta"), (3,), one, one)}

@@ -14,14 +14,14 @@ from optim_redist._compiling.traced import traced
 from optim_redist._mesh import as_shape
 from optim_redist._recent import Recent
 from optim_redist._running import collectives
-from optim_redist._running.given import refuse_other_than_values, resolved
+from optim_redist._running.given import refuse_other_kinds, refuse_other_than_values, resolved
 from optim_redist._running.message import slots
 from optim_redist._running.stage_program import StageProgram
 from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import LayoutError, UnsupportedError, noting
 from optim_redist.gradients import GradientRule, check_linear, check_rule
 from optim_redist.handle import Handle
-from optim_redist.layout import Layout, PartialInit
+from optim_redist.layout import Layout, PartialInit, check_layouts
 from optim_redist.planning import plan
 from optim_redist.plans import Plan, check_plan
 from optim_redist.program import Program, compile
@@ -159,11 +159,11 @@ def redistribute_local(
             run before. A rank whose plan has run does not compare it again, and a rank in whose plan nothing moves has
             none to compare; then the other ranks wait for it or fail in the backend. So do ranks that call with layouts
             on different sets of ranks, which make different process groups, unless ``group`` is given.
-        UnsupportedError: if a tensor is sparse, inside of a transform of ``torch.func``, or has a tangent of
-            forward-mode differentiation; if autograd records and ``out`` requires a gradient, which would be lost; if
-            ``tensor`` does, and ``out``, ``async_op`` or ``donate`` is given or a minimum, maximum or product is
-            pending; or if ``memory_limit`` has no room for ``out`` beside what the plan counts, or for the copy that
-            resolves a pending conjugation or negation of ``tensor``.
+        UnsupportedError: if ``dtype`` or ``device`` is a text; if a tensor is sparse, inside of a transform of
+            ``torch.func``, or has a tangent of forward-mode differentiation; if autograd records and ``out`` requires a
+            gradient, which would be lost; if ``tensor`` does, and ``out``, ``async_op`` or ``donate`` is given or a
+            minimum, maximum or product is pending; or if ``memory_limit`` has no room for ``out`` beside what the plan
+            counts, or for the copy that resolves a pending conjugation or negation of ``tensor``.
     """
     if out is not None and not isinstance(out, Tensor):
         refuse_other_than_values(out, f"rank {collectives.my_rank()}: the out tensor")
@@ -175,6 +175,8 @@ def redistribute_local(
             "autograd; call under torch.no_grad(), or pass out.detach()"
         )
     check_rule(grad)
+    # on every rank, also where they are not needed: else some ranks would refuse, and the others wait for them
+    refuse_other_kinds(dtype=(dtype, torch.dtype), device=(device, torch.device))
     if tensor is not None:
         if dtype is not None and dtype != tensor.dtype:
             raise LayoutError(f"dtype={dtype} was given for a tensor of {tensor.dtype}")
@@ -186,6 +188,7 @@ def redistribute_local(
     if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
         refuse_other_than_values(tensor, f"rank {collectives.my_rank()}: the source tensor")
         _refuse_unfollowed(tensor, out=out is not None, async_op=async_op, donate=donate)
+        check_layouts(src=src, dst=dst)
         check_linear(src, dst)
         sides = src, dst
 

@@ -19,7 +19,12 @@ from optim_redist._compiling.uncompiled import uncompiled
 from optim_redist._recent import Recent
 from optim_redist._running import collectives
 from optim_redist._running.collectives import Waitable
-from optim_redist._running.given import refuse_other_than_values, refuse_undonatable, waited_for
+from optim_redist._running.given import (
+    refuse_other_kinds,
+    refuse_other_than_values,
+    refuse_undonatable,
+    waited_for,
+)
 from optim_redist._running.many_program import ManyProgram
 from optim_redist.cost import CommModel
 from optim_redist.errors import LayoutError, RedistError
@@ -191,6 +196,8 @@ def redistribute_many(
     rank = collectives.my_rank()
     for name, item in zip(names, chosen):
         refuse_other_than_values(item.tensor, f"rank {rank}: {name!r}")
+        if item.dtype is not None:
+            refuse_other_kinds(**{f"the dtype of {name!r}": (item.dtype, torch.dtype)})
     plans = [_plan_of(name, item, cost_model, partial_init) for name, item in zip(names, chosen)]
     # names that are not strings need not have the same text on every rank
     agreed = tuple(names) if all(isinstance(name, str) for name in names) else ()

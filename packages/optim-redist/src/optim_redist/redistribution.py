@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from optim_redist._compiling.uncompiled import uncompiled
 from optim_redist._places import Place, ends_of, specification
-from optim_redist._running.given import waited_for
+from optim_redist._running.given import refuse_other_kinds, waited_for
 from optim_redist.dtensor import shard_order_of
 from optim_redist.errors import UnsupportedError
 from optim_redist.execute import redistribute_local
@@ -31,6 +31,7 @@ from optim_redist.gradients import GradientRule, check_rule
 from optim_redist.handle import Handle, done
 from optim_redist.layout import PartialInit
 from optim_redist.placements import ShardOrder, as_shard_order
+from optim_redist.planning import plan
 from optim_redist.problem import check_partial_init
 from optim_redist.shares import put_back
 
@@ -127,6 +128,7 @@ def redistribute(
 
     Raises:
         LayoutError: if the local tensor or a placement does not fit the shape.
+        PlanInfeasibleError: if some rank would hold more than ``memory_limit``; it carries the certificate.
         UnsupportedError: if an argument is of a wrong type; if autograd records, ``dtensor`` requires a gradient and
             ``async_op`` is given, or ``grad="adjoint"`` while something else than a sum is pending.
     """
@@ -136,9 +138,13 @@ def redistribute(
         raise UnsupportedError(f"placements is {placements!r}; give a list of them, one for each axis of the mesh")
     if not isinstance(device_mesh, DeviceMesh | None):
         raise UnsupportedError(f"device_mesh must be a DeviceMesh or None, got {device_mesh!r}")
-    for name, dtype in (("forward_dtype", forward_dtype), ("backward_dtype", backward_dtype)):
-        if not isinstance(dtype, torch.dtype | None):
-            raise UnsupportedError(f"{name} must be a torch.dtype or None, got {dtype!r}")
+    wanted = tuple(placements)
+    for placement in wanted:
+        if not isinstance(placement, Placement):
+            raise UnsupportedError(
+                f"placements has {placement!r} of {type(placement).__name__}; give Shard(dim), Replicate() or Partial()"
+            )
+    refuse_other_kinds(forward_dtype=(forward_dtype, torch.dtype), backward_dtype=(backward_dtype, torch.dtype))
     if not isinstance(dtensor, DTensor):
         raise UnsupportedError(
             f"redistribute takes a DTensor, got {type(dtensor).__name__}; make one of this rank's part by "
@@ -150,7 +156,7 @@ def redistribute(
     order = tuple((_counted(dim, dtensor.ndim), axes) for dim, axes in (as_shard_order(shard_order) or {}).items())
     if order and not hasattr(dtensor_package._dtensor_spec, "ShardOrderEntry"):
         raise UnsupportedError(f"torch {torch.__version__} has no shard_order; say it with _StridedShard placements")
-    normalized = tuple(_normalized(p, dtensor.ndim) for p in placements)
+    normalized = tuple(_normalized(p, dtensor.ndim) for p in wanted)
     place = Place(mesh, normalized, order, forward_dtype, partial_init=partial_init)
     follows = torch.is_grad_enabled() and dtensor.requires_grad
     if async_op:
@@ -265,6 +271,9 @@ def _move(
         local = local.to(place.dtype)
     part = local if ends.local_shape is not None else None
     if ends.stays:
+        if memory_limit is not None:
+            # refused as where something moves
+            plan(shape, local.dtype, ends.source, ends.target, memory_limit=memory_limit)
         stayed = _wrapped(part, dtensor, place, local, stays=True)
         return Handle(done(stayed)) if async_op else stayed
     moved = redistribute_local(

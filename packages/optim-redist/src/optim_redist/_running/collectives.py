@@ -9,7 +9,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -295,6 +295,9 @@ def device_of(where: Team | ProcessGroup | None) -> torch.device:
 
 
 def _members(group: ProcessGroup) -> tuple[int, ...]:
+    # what new_group returns on other ranks is no ProcessGroup, but torch finds ranks of it
+    if cast(object, group) == dist.GroupMember.NON_GROUP_MEMBER:
+        raise UnsupportedError(f"rank {dist.get_rank()} is not in the group that was given; only its ranks call")
     try:
         return tuple(dist.get_process_group_ranks(group))
     except KeyError:

@@ -56,6 +56,13 @@ def refuse_other_than_values(tensor: Tensor | None, what: str) -> None:
         raise LayoutError(f"{what} is a DTensor, this takes its part: give .to_local(), or the DTensor to redistribute")
 
 
+def refuse_other_kinds(**options: tuple[object, type]) -> None:
+    """Raise ``UnsupportedError`` for an option that is given and not of its type; keywords are the options' names."""
+    for name, (value, kind) in options.items():
+        if value is not None and not isinstance(value, kind):
+            raise UnsupportedError(f"{name} must be a torch.{kind.__name__} or None, got {value!r}")
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether ``waited_for``, ``refuse_other_than_values`` and ``resolved`` have nothing to do; in fewer steps."""
     functorch = torch._C._functorch
