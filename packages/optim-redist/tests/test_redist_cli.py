@@ -391,8 +391,10 @@ def test_ascii_pictures():
         for fmt in ("ascii", "svg"):
             with pytest.raises(LayoutError, match="no elements to draw"):
                 Layout(mesh, [0, 1]).picture(shape, fmt=fmt)
-    with pytest.raises(LayoutError, match="dims"):
-        Layout(mesh, [0, 1]).picture((4, 2), dims=(0, 0))
+    for dims in ((0, 0), (0, 2), (-1, 0), (0,), (0, 1, 2), (0, "1")):
+        with pytest.raises(LayoutError, match="dims"):
+            Layout(mesh, [0, 1]).picture((4, 2), dims=dims)
+    assert Layout(mesh, [0]).picture((4,), dims=(1, 0)) == Layout(mesh, [0]).picture((4,))
     with pytest.raises(LayoutError, match="fmt"):
         Layout(mesh, [0, 1]).picture((4, 2), fmt="crayon")
 

@@ -481,6 +481,19 @@ def test_redistribute_refuses_arguments_of_other_types_by_name():
         redistribute(torch.ones(4), None, Shard(0))
     with pytest.raises(UnsupportedError, match="placements is 0; give a list of them"):
         redistribute(torch.ones(4), None, 0)
+    for wrong in (Shard(0), None, "S(0)"):
+        with pytest.raises(LayoutError, match=r"placements is .*; give a list of them, one for each axis"):
+            Layout.from_placements(Mesh(2), wrong, (4,))
+    for wrong in (None, (2,)):
+        with pytest.raises(LayoutError, match="device_mesh must be a DeviceMesh or a Mesh, got "):
+            Layout.from_placements(wrong, [Shard(0)], (4,))
+    with pytest.raises(LayoutError, match="shape must be a sequence of sizes, got 4"):
+        Layout.from_placements(Mesh(2), [Shard(0)], 4)
+    for twice in ({0: (1, 0), -1: (0, 1)}, [(0, (1, 0)), (0, (0, 1))]):
+        with pytest.raises(LayoutError, match=r"two orders for dimension 0: \(1, 0\) and \(0, 1\)"):
+            Layout.from_placements(Mesh((2, 2)), [Shard(0), Shard(0)], (4,), shard_order=twice)
+    with pytest.raises(LayoutError, match="dtensor must be a DTensor, got Tensor"):
+        Layout.from_dtensor(torch.ones(4))
     for placement, kind in ((["S(0)"], "list"), (0, "int"), ("S(0)", "str")):
         with pytest.raises(UnsupportedError, match=f"placements has .* of {kind}; give Shard"):
             redistribute(torch.ones(4), None, [placement])

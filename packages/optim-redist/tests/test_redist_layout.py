@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from redist_cases import FAMILIES, random_case
 
 import optim_redist
-from optim_redist import Block, Chunk, Cyclic, Intervals, Layout, LayoutError, Mesh, Ragged, Strided
+from optim_redist import Block, Chunk, Cyclic, Intervals, Layout, LayoutError, Mesh, Ragged, Strided, same_ownership
 from optim_redist.index_sets import (
     IndexSet,
     Run,
@@ -32,6 +32,7 @@ from optim_redist.index_sets import (
     size,
     take,
 )
+from optim_redist.parsing import format_layout, parse_mesh
 
 MESH = Mesh((4, 2), names=("x", "y"))
 
@@ -99,6 +100,31 @@ def test_partial_text_and_axes_without_names() -> None:
         (lambda: Layout(MESH, [("y", Ragged([0, 1, 2, 3]))]).index_sets((3,)), "3 cut points"),
         (lambda: Layout(MESH, [("y", Intervals([[(0, 1)], [(2, 3)]]))]).index_sets((3,)), "cover"),
         (lambda: Layout(MESH, [None]).index_sets((3, 3)), "1 dimensions"),
+        (lambda: Mesh(None), "mesh sizes must be integers, got None"),
+        (lambda: Mesh(True), "mesh sizes must be integers, got True"),
+        (lambda: Mesh(2, ranks=[False, True]), "ranks are integers, in lists of any depth, got False of bool"),
+        (lambda: Mesh((2, 2), names=(1, 2)), r"names of mesh axes are texts, one for each of 2, got \(1, 2\)"),
+        (lambda: Mesh(2, names=5), r"names of mesh axes are texts, one for each of 1, got \(5,\)"),
+        (lambda: Layout(MESH, None), "dims has one entry for each tensor dimension, .* got None"),
+        (lambda: Layout(MESH, 0), "dims has one entry for each tensor dimension, .* got 0"),
+        (lambda: Layout(MESH, [True]), "axis is a number or a name, got True"),
+        (lambda: Layout(MESH, [{"x", "y"}]), "the axes of a dimension are in order, .* give a tuple"),
+        (lambda: Layout(MESH, [({"x", "y"}, Cyclic(2))]), "the axes of a dimension are in order, .* give a tuple"),
+        (lambda: Cyclic(True), "a whole number, got True"),
+        (lambda: Ragged(None), "cut points must be integers, got None"),
+        (lambda: Layout(MESH, ["x"]).local_shape((5.5,), 0), r"sequence of whole sizes, got \(5.5,\)"),
+        (lambda: Layout(MESH, ["x"]).slices("8"), "sequence of whole sizes, got '8'"),
+        (lambda: Layout(MESH, ["x"]).canonical(8), "sequence of whole sizes, got 8"),
+        (lambda: Layout(MESH, ["x"]).to_placements(None), "sequence of whole sizes, got None"),
+        (lambda: Layout(MESH, ["x"]).to_multi_axis((8, 8)), "is for 1 dimensions"),
+        (lambda: Layout(MESH, ["x"]).indices((8,), "0"), "a rank is a whole number, got '0'"),
+        (lambda: same_ownership(Layout(MESH, ["x"]), Layout(MESH, ["x"]), (8, 8)), "is for 1 dimensions"),
+        (lambda: Layout.from_slices((4, 2), (8,), {}), r"mesh must be a Mesh, got \(4, 2\)"),
+        (lambda: Layout.from_slices(MESH, (8,), [[(0, 8)]]), r"slices must map every rank .* got \[\[\(0, 8\)\]\]"),
+        (lambda: Layout.from_slices(MESH, 8, {}), "shape must be a sequence of sizes, got 8"),
+        (lambda: format_layout("[x]"), r"layout must be a Layout, got '\[x\]'"),
+        (lambda: format_layout(Layout(MESH, [("x", Cyclic(2))]), "partition_spec", 8), "whole sizes, got 8"),
+        (lambda: parse_mesh(8), r'a mesh is written "4,2,4" or "x=4,y=2", got 8'),
     ],
 )
 def test_refusals_say_what_is_wrong(build: Any, message: str) -> None:

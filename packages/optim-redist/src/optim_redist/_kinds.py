@@ -122,7 +122,7 @@ class Cyclic(Kind):
     block: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.block, int) or self.block < 1:
+        if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 1:
             raise LayoutError(f"Cyclic needs a block of at least 1 index, a whole number, got {self.block!r}")
 
     def cut_points(self, n: int, axis_sizes: Sequence[int]) -> Sequence[int] | None:

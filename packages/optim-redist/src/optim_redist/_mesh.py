@@ -20,9 +20,10 @@ _is_word = re.compile(r"\w(?:[\w -]*\w)?").fullmatch
 
 
 def int_tuple(values: int | Iterable[int], what: str) -> tuple[int, ...]:
-    if isinstance(values, int):
-        return (values,)
-    found = tuple(values)
+    try:
+        found = (values,) if isinstance(values, int) else tuple(values)
+    except TypeError:
+        raise LayoutError(f"{what} must be integers, got {values!r}") from None
     for value in found:
         if not isinstance(value, int) or isinstance(value, bool):
             raise LayoutError(f"{what} must be integers, got {value!r} in {found!r}")
@@ -59,7 +60,7 @@ def coordinates(sizes: tuple[int, ...], axes: tuple[int, ...]) -> list[int]:
 def _flat(values: Iterable[Any]) -> list[int]:
     found: list[int] = []
     for value in values:
-        if isinstance(value, int):
+        if isinstance(value, int) and not isinstance(value, bool):
             found.append(value)
         elif isinstance(value, Iterable) and not isinstance(value, str):
             found += _flat(value)
@@ -93,12 +94,14 @@ class Mesh:
             raise LayoutError(f"every mesh axis needs at least one rank, got sizes {shape}")
         total = prod(shape)
         if names is not None:
-            names = tuple(names)
+            names = tuple(names) if isinstance(names, Iterable) else (names,)
+            if not all(isinstance(name, str) for name in names):
+                raise LayoutError(f"names of mesh axes are texts, one for each of {len(shape)}, got {names}")
             if len(names) != len(shape) or len(set(names)) != len(names):
                 raise LayoutError(f"a mesh of {len(shape)} axes needs as many different names, got {names}")
         # arrays and tensors give their values as lists
         listed: Any = getattr(ranks, "tolist", lambda: ranks)()
-        order = tuple(range(total)) if listed is None else tuple(_flat(listed))
+        order = tuple(range(total)) if listed is None else tuple(_flat([listed]))
         if len(order) != total or len(set(order)) != total or min(order, default=0) < 0:
             raise LayoutError(f"a mesh of sizes {shape} needs {total} different ranks >= 0, got {order}")
         # meshes are in the keys of every cache, so their hash is computed once
@@ -145,6 +148,8 @@ class Mesh:
                 raise LayoutError(f"the mesh has no axis {axis!r}; its axes are {self.names or self.num_axes}")
             return self.names.index(axis)
         try:
+            if isinstance(axis, bool):
+                raise TypeError("True and False are no axes")
             number = index(axis)
         except TypeError:
             hint = f", a class: write {axis.__name__}(…)" if isinstance(axis, type) else ""

@@ -127,6 +127,8 @@ class Topology:
         cls, mesh: Mesh, axis: Axis, *, bandwidth: float = _PORT_BANDWIDTH, name: str = "node"
     ) -> Topology:
         """Ranks with the same coordinate on ``axis`` form a node; ``bandwidth`` is one rank's share of the border."""
+        if not isinstance(mesh, Mesh):
+            raise RedistError(f"mesh must be a Mesh, got {mesh!r}")
         k = mesh.axis(axis)
         found: list[list[int]] = [[] for _ in range(mesh.sizes[k])]
         for rank, point in mesh.coordinates.items():

@@ -6,10 +6,11 @@ uneven and strided shards are read as torch stores them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, get_args
 
+from optim_redist._mesh import as_shape
 from optim_redist.errors import LayoutError, UnsupportedError
 from optim_redist.layout import Layout, Mesh, ReduceOp
 from optim_redist.placements import (
@@ -45,7 +46,11 @@ class Placements(tuple[Any, ...]):
 
 def mesh_from(device_mesh: DeviceMesh | Mesh) -> Mesh:
     """The grid of ranks of a device mesh."""
-    return device_mesh if isinstance(device_mesh, Mesh) else _grid(device_mesh)
+    if isinstance(device_mesh, Mesh):
+        return device_mesh
+    if not hasattr(device_mesh, "mesh_dim_names"):
+        raise LayoutError(f"device_mesh must be a DeviceMesh or a Mesh, got {device_mesh!r}")
+    return _grid(device_mesh)
 
 
 # a device mesh computes its tensor of ranks at every access
@@ -71,6 +76,8 @@ def from_placements(
         strided: "replay" reads ``_StridedShard`` as torch's splitting does; "ordered" reads it as the order of axes
             that its split factor encodes, as FSDP means it for a parameter that was tensor-parallel before.
     """
+    if isinstance(placements, str) or not isinstance(placements, Iterable):
+        raise LayoutError(f"placements is {placements!r}; give a list of them, one for each axis of the mesh")
     if strided not in ("replay", "ordered"):
         raise LayoutError(f'strided is "replay" or "ordered", got {strided!r}')
     order = as_shard_order(shard_order)
@@ -78,7 +85,7 @@ def from_placements(
         order = placements.shard_order
     ours = [_ours(placement) for placement in placements]
     flat = any(placement.split_factor > 1 for placement in ours) and _cuts_flat()
-    return layout_from(mesh_from(device_mesh), ours, len(shape), order, strided, flat=flat)
+    return layout_from(mesh_from(device_mesh), ours, len(as_shape(shape)), order, strided, flat=flat)
 
 
 def known_layout(
@@ -110,6 +117,11 @@ def from_dtensor(dtensor: DTensor, *, strided: StridedReading = "replay") -> Lay
     Raises:
         LayoutError: if this rank's local tensor has another shape than its placements give in this reading.
     """
+    if not hasattr(dtensor, "placements"):
+        raise LayoutError(
+            f"dtensor must be a DTensor, got {type(dtensor).__name__}; Layout.from_placements takes a mesh, placements "
+            "and a shape"
+        )
     order = tuple((shard_order_of(dtensor) or {}).items())
     layout = known_layout(dtensor.device_mesh, dtensor.placements, tuple(dtensor.shape), order, strided)
     rank = dtensor.device_mesh.get_rank()

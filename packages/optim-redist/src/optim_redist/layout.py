@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from optim_redist._kinds import KINDS, Block, Chunk, Cyclic, Intervals, Kind, Ragged, Strided
@@ -99,6 +101,8 @@ class Layout:
                 f"a layout's mesh is a Mesh, got {mesh!r}; make one by Mesh(sizes, names, ranks), or the layout from a "
                 "DeviceMesh by Layout.from_placements"
             )
+        if not isinstance(dims, Iterable):
+            raise LayoutError(f"dims has one entry for each tensor dimension, as in [None, 0], got {dims!r}")
         splits = tuple(_as_split(mesh, spec) for spec in dims)
         ops = tuple(sorted((mesh.axis(axis), _as_op(op)) for axis, op in _pairs(partial)))
         used = [axis for split in splits if split for axis in split.axes] + [axis for axis, _ in ops]
@@ -165,6 +169,8 @@ class Layout:
         """What a rank holds, dimension by dimension; empty sets if it is not in the mesh."""
         sets = self.index_sets(shape)
         if rank not in self.mesh.coordinates:
+            if not isinstance(rank, int):
+                raise LayoutError(f"a rank is a whole number, got {rank!r}")
             return tuple(EMPTY for _ in shape)
         return tuple(sets[k][self.coordinate(rank, k)] for k in range(len(shape)))
 
@@ -177,6 +183,12 @@ class Layout:
         return {rank: [list(intervals(held)) for held in self.indices(shape, rank)] for rank in self.mesh.ranks}
 
     def check_shape(self, shape: Sequence[int]) -> None:
+        """Raise ``LayoutError`` unless these are sizes, one for each dimension of the layout."""
+        try:
+            # numbers of other types divide into parts that are none
+            list(map(index, shape))
+        except TypeError:
+            raise LayoutError(f"shape must be a sequence of whole sizes, got {shape!r}") from None
         if len(shape) != len(self.dims):
             raise LayoutError(f"layout {self} is for {len(self.dims)} dimensions, the shape is {tuple(shape)}")
         if min(shape, default=0) < 0:
@@ -285,6 +297,8 @@ def _as_split(mesh: Mesh, spec: DimSpec) -> Split | None:
         axes, kind = spec.axes, spec.kind
     elif isinstance(spec, Sequence) and len(spec) == 2 and isinstance(spec[1], Kind):
         axes, kind = spec[0], spec[1]
+    if isinstance(axes, AbstractSet):
+        raise LayoutError(f"the axes of a dimension are in order, major to minor, and {axes!r} has none; give a tuple")
     if isinstance(axes, Kind) or not isinstance(axes, int | str | Iterable | None):
         raise LayoutError(f"a dimension is None, an axis, a tuple of axes or (axes, kind), got {spec!r}")
     numbers = tuple(mesh.axis(axis) for axis in ((axes,) if isinstance(axes, int | str) else axes or ()))

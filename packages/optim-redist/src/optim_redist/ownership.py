@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import eq, index
 from typing import Any
 
-from optim_redist._mesh import grid_points
+from optim_redist._mesh import as_shape, grid_points, int_tuple
 from optim_redist.boxes import Box
 from optim_redist.errors import LayoutError, NotRepresentableError
 from optim_redist.index_sets import IndexSet, Run, from_intervals, interval, intervals
@@ -93,6 +93,8 @@ def same_ownership(a: Layout, b: Layout, shape: Sequence[int]) -> bool:
     A rank outside a mesh holds nothing, like one whose shard is empty.
     """
     check_layouts(a=a, b=b)
+    a.check_shape(shape)
+    b.check_shape(shape)
     if a.dims == b.dims and a.mesh == b.mesh and a.partial == b.partial:
         return True
     return _without_idle(ownership(a, shape)) == _without_idle(ownership(b, shape))
@@ -146,6 +148,11 @@ def from_slices(mesh: Mesh, shape: Sequence[int], slices: Mapping[int, Sequence[
         NotRepresentableError: if parts of a dimension overlap without being equal, or leave a gap, or if two dimensions
             depend on the same mesh axis.
     """
+    if not isinstance(mesh, Mesh):
+        raise LayoutError(f"mesh must be a Mesh, got {mesh!r}")
+    if not isinstance(slices, Mapping):
+        raise LayoutError(f"slices must map every rank to its intervals, got {slices!r}")
+    shape = int_tuple(as_shape(shape), "sizes")
     dims: list[Split | None] = []
     told = {rank: _told(slices.get(rank), rank, len(shape)) for rank in mesh.ranks}
     for k, n in enumerate(shape):

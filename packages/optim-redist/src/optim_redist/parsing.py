@@ -19,7 +19,20 @@ from typing import Literal
 
 from optim_redist.errors import LayoutError, NotRepresentableError
 from optim_redist.index_sets import same
-from optim_redist.layout import Axis, Block, Chunk, Cyclic, Intervals, Kind, Layout, Mesh, Ragged, Split, Strided
+from optim_redist.layout import (
+    Axis,
+    Block,
+    Chunk,
+    Cyclic,
+    Intervals,
+    Kind,
+    Layout,
+    Mesh,
+    Ragged,
+    Split,
+    Strided,
+    check_layouts,
+)
 from optim_redist.multi_axis import MultiAxisDist
 from optim_redist.placements import REPLICATE, Placement, ShardOrder, layout_from, placements_of
 
@@ -35,6 +48,8 @@ _PARTIAL = re.compile(r"Partial\((?:reduce_op=)?['\"]?(\w*)['\"]?\)")
 
 def parse_mesh(text: str) -> Mesh:
     """A mesh from ``"4,2,4"`` or ``"x=4,y=2"``."""
+    if not isinstance(text, str):
+        raise LayoutError(f'a mesh is written "4,2,4" or "x=4,y=2", got {text!r}')
     names, sizes = [], []
     for item in text.split(","):
         found = _MESH_AXIS.fullmatch(item)
@@ -90,6 +105,9 @@ def format_layout(layout: Layout, notation: Notation = "own", shape: Sequence[in
     Raises:
         NotRepresentableError: if the notation cannot express the layout.
     """
+    check_layouts(layout=layout)
+    if shape is not None:
+        layout.check_shape(shape)
     match notation:
         case "own":
             return str(layout)

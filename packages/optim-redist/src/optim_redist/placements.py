@@ -83,7 +83,7 @@ def layout_from(
     for tensor_dim, axes in (shard_order or {}).items():
         if not -num_dims <= tensor_dim < num_dims:
             raise LayoutError(f"shard_order names dimension {tensor_dim}, the tensor has {num_dims} dimensions")
-        orders[tensor_dim % num_dims] = tuple(axes)
+        _add_order(orders, tensor_dim % num_dims, tuple(axes))
     for tensor_dim, cutting in orders.items():
         if sorted(cutting) != axes_of.get(tensor_dim, []):
             raise LayoutError(
@@ -212,6 +212,16 @@ def as_shard_order(
         return None
     pairs = order.items() if isinstance(order, Mapping) else order
     try:
-        return {int(tensor_dim): tuple(int(axis) for axis in axes) for tensor_dim, axes in pairs}
+        given = [(int(tensor_dim), tuple(int(axis) for axis in axes)) for tensor_dim, axes in pairs]
     except (TypeError, ValueError):
         raise LayoutError(f"shard_order is {{tensor_dim: axes}}, or pairs of them, got {order!r}") from None
+    orders: ShardOrder = {}
+    for tensor_dim, axes in given:
+        _add_order(orders, tensor_dim, axes)
+    return orders
+
+
+def _add_order(orders: ShardOrder, tensor_dim: int, axes: tuple[int, ...]) -> None:
+    """Add the order of a dimension's axes; a dimension has one, also if it is counted from the last, too."""
+    if orders.setdefault(tensor_dim, axes) != axes:
+        raise LayoutError(f"shard_order has two orders for dimension {tensor_dim}: {orders[tensor_dim]} and {axes}")

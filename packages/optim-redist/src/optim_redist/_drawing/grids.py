@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, NamedTuple
 
+from optim_redist._mesh import int_tuple
 from optim_redist.errors import LayoutError
 from optim_redist.index_sets import intervals
 
@@ -62,9 +63,12 @@ def grids_of(layout: Layout, shape: Sequence[int], dims: Sequence[int] = (0, 1))
     layout.check_shape(shape)
     if 0 in shape:
         raise LayoutError(f"a tensor of shape {tuple(shape)} has no elements to draw")
+    # of a tensor of fewer than two dimensions, the ones that it lacks may be named, too
+    num_dims = max(2, len(shape))
+    dims = int_tuple(dims, "dims")
+    if len(dims) != 2 or len(set(dims)) != 2 or not all(0 <= tensor_dim < num_dims for tensor_dim in dims):
+        raise LayoutError(f"dims names two different dimensions of the tensor's {len(shape)}, from 0 on, got {dims}")
     shown = [tensor_dim for tensor_dim in dims if tensor_dim < len(shape)]
-    if len(dims) != 2 or len(set(dims)) != 2 or min(dims) < 0:
-        raise LayoutError(f"dims names two different tensor dimensions, got {tuple(dims)}")
     pieces = [_pieces(layout, shape, tensor_dim) for tensor_dim in range(len(shape))]
     # a tensor of fewer than two dimensions is drawn as one row
     rows = pieces[shown[0]] if len(shown) == 2 else [(0, 1)]

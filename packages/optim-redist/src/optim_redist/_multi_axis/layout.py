@@ -25,6 +25,8 @@ def from_layout(layout: Layout, shape: Sequence[int] | None = None) -> MultiAxis
     """
     if layout.partial or layout.mesh.ranks != tuple(range(layout.mesh.num_ranks)) or not layout.mesh.num_axes:
         raise NotRepresentableError(f"{layout} on {layout.mesh}: MultiAxisDist has ranks in order and nothing pending")
+    if shape is not None:
+        layout.check_shape(shape)
     blocks: list[int | None] = []
     for tensor_dim, split in enumerate(layout.dims):
         if split is None:
