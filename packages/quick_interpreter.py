@@ -1,9 +1,9 @@
 """Triton's interpreter without what it does for nothing: the same values by the same operations, thrice as fast.
 
 It looks through all of ``tl`` at every call of a kernel or a device function, builds a table of 18 dtypes for every
-number and a shape of its own for every tensor, combines elements one at a time where ``tl.reduce`` is given a function,
-and computes sums and products of integers again in 64 bits for an assertion that it makes only under ``debug``, an
-option that it never sets.
+number and a shape of its own for every tensor, looks for the common type of what has one type, combines elements one at
+a time where ``tl.reduce`` is given a function, and computes sums and products of integers again in 64 bits for an
+assertion that it makes only under ``debug``, an option that it never sets.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 __all__ = ["install"]
@@ -25,10 +26,14 @@ _get_np_dtype = interpreter._get_np_dtype
 _generic_reduce = interpreter.ReduceOps.generic_reduce
 _tensor_init = tl.tensor.__init__
 _block_type_init = tl.block_type.__init__
+_operands = TritonSemantic.binary_op_type_checking_impl
 _builtins: dict[Any, list[str]] = {}
 _langs: dict[Any, list[Any]] = {}
 _np_dtypes: dict[str, np.dtype[Any]] = {}
 _tensor_shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+_integers: dict[int, Any] = {}
+# what two of one type have in common, whatever is done with them; a division makes fp16 and bf16 wider
+_KEPT = {"int1", "int32", "uint32", "int64", "fp32", "fp64"}
 _block_shapes: dict[tuple[int, ...], tuple[Any, int, str]] = {}
 
 
@@ -50,10 +55,21 @@ def _builtins_of(pkg: Any) -> list[str]:
 
 def _patch_builtins_by_name(pkg: Any, builder: Any, scope: Any) -> None:
     """By names that were looked for once; what is patched already is no builtin now."""
+    semantic = TritonSemantic(builder)
     for name in _builtins_of(pkg):
         member = getattr(pkg, name)
         if tl.core.is_builtin(member):
-            interpreter._patch_attr(pkg, name, member, builder, scope)
+            scope.set_attr(pkg, name, _called_by(semantic, getattr(member, "__wrapped__", member)))
+
+
+def _called_by(semantic: Any, member: Any) -> Any:
+    """What is called so needs no test that it was."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return member(*args, **kwargs)
+
+    return call
 
 
 def _np_dtype(dtype: Any) -> np.dtype[Any]:
@@ -82,6 +98,32 @@ def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
     self.element_ty = element_ty
     self.shape, self.numel, written = _block_shapes[key]
     self.name = f"<{written}, {element_ty}>"
+
+
+def _operands_at_once(self: Any, lhs: Any, rhs: Any, *args: Any, **options: Any) -> tuple[Any, Any]:
+    """Operands of one type stay what they are, and a number beside integers has their type.
+
+    Most operations of a kernel are such, as they compute addresses.
+    """
+    if isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor):
+        if lhs.dtype.name in _KEPT and lhs.type == rhs.type:
+            return lhs, rhs
+    elif _are_integers(lhs, rhs):
+        return self.broadcast_impl_value(lhs, _integer(self, rhs))
+    elif _are_integers(rhs, lhs):
+        return self.broadcast_impl_value(_integer(self, lhs), rhs)
+    return _operands(self, lhs, rhs, *args, **options)
+
+
+def _are_integers(tensor: Any, number: Any) -> bool:
+    is_number = number.__class__ is int and -(2**31) <= number < 2**31
+    return is_number and isinstance(tensor, tl.tensor) and tensor.dtype.name == "int32"
+
+
+def _integer(semantic: Any, number: int) -> Any:
+    if number not in _integers:
+        _integers[number] = semantic.scalar_constant(number, tl.int32)
+    return _integers[number]
 
 
 def _reduce_lines(self: Any, input: tuple[Any, ...]) -> list[Any]:
@@ -115,6 +157,7 @@ def install() -> None:
         interpreter._patch_builtin = _patch_builtins_by_name
         interpreter._get_np_dtype = _np_dtype
         interpreter.ReduceOps.generic_reduce = _reduce_lines
+        TritonSemantic.binary_op_type_checking_impl = _operands_at_once
         tl.tensor.__init__ = _init_tensor
         tl.block_type.__init__ = _init_block_type
         options = interpreter.interpreter_builder.options
