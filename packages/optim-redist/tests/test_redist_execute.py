@@ -383,6 +383,11 @@ def test_wrong_local_shapes_are_refused() -> None:
         simulate(task, [torch.zeros(2, 4), torch.zeros(3, 4)])
     with pytest.raises(LayoutError, match="float64"):
         simulate(task, [torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.float64)])
+    with pytest.raises(LayoutError, match=r"locals has parts of ranks \['0', '1'\], the plan is for ranks \[0, 1\]"):
+        simulate(task, {str(rank): torch.zeros(2, 4) for rank in range(2)})
+    assert simulate(task, [torch.zeros(2, 4), torch.zeros(2, 4), None])[0].shape == (4, 2)
+    with pytest.raises(LayoutError, match="locals must map ranks to their parts, or list them, got None"):
+        simulate(task, None)
     with pytest.raises(LayoutError, match="dtype="):
         redistribute_local(None, (4, 4), Layout(mesh, [0, None]), Layout(mesh, [((0,), Block()), None]))
 

@@ -388,6 +388,13 @@ def test_unknown_choices_are_refused() -> None:
         ("memory_limit", [2**20], r"memory_limit cannot be \[1048576\]"),
         ("partial_init", ["divide"], r"partial_init cannot be \['divide'\]"),
         ("donate", [], r"donate cannot be \[\]"),
+        ("donate", "no", "donate is True or False, got 'no'"),
+        ("relabel", 1.5, "relabel is True or False, got 1.5"),
+        ("deterministic", None, "deterministic is True or False, got None"),
+        ("budget", "9", "budget must be a whole number of states, 0 or more, got '9'"),
+        ("budget", -1, "budget must be a whole number of states, 0 or more, got -1"),
+        ("memory_limit", float("-inf"), "memory_limit must be a number of bytes, got -inf"),
+        ("memory_limit", True, "memory_limit must be a number of bytes, got True"),
         ("shape", 8, "shape must be a sequence of sizes, got 8"),
         ("shape", [[8]], r"shape cannot be \(\[8\],\)"),
         ("src", ["S(0)"], r"src must be a Layout, got \['S\(0\)'\]"),
@@ -411,6 +418,13 @@ def test_memory_limits_of_other_types_are_whole_bytes_in_the_plan(limit: Any) ->
     assert type(made.memory_limit) is int
     assert made.hash == plan(*task, memory_limit=1000).hash
     assert plan(*task, memory_limit=float("inf")) == plan(*task)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [0, -2, 1.5, "2", None], ids=repr)
+def test_a_bound_in_seconds_is_for_elements_of_some_bytes(size: Any) -> None:
+    layouts = Layout(Mesh(4), [0]), Layout(Mesh(4), [None])
+    with pytest.raises(RedistError, match="itemsize must be a whole number of bytes, at least 1, got"):
+        bounds((8,), *layouts, Topology.flat(), itemsize=size)
 
 
 def test_texts_are_no_layouts() -> None:

@@ -12,7 +12,7 @@ from redist_cases import part_of, random_case
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optim_redist import Layout, LayoutError, Mesh, Plan, RepeatedExchange, UnsupportedError, plan
+from optim_redist import Layout, LayoutError, Mesh, Plan, RedistError, RepeatedExchange, UnsupportedError, plan
 from optim_utils.testing import run_ranks
 
 DTYPES = [torch.bfloat16, torch.int64, torch.uint8, torch.float32, torch.complex128]
@@ -206,6 +206,8 @@ def test_tensors_that_their_plans_do_not_mean() -> None:
         RepeatedExchange(plans, CPU, targets=[torch.zeros(4)])
     with pytest.raises(LayoutError, match=r"source 0 is None"):
         RepeatedExchange(plans, CPU, sources=[None])
+    with pytest.raises(RedistError, match="plans must be a list with a plan for each tensor, got Plan"):
+        RepeatedExchange(plans[0], CPU)
     with pytest.raises(ValueError, match="plans is empty"):
         RepeatedExchange([], CPU)
     with pytest.raises(LayoutError, match="pending"):

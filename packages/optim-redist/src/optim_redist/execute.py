@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, overload
 
 import torch
@@ -259,9 +259,14 @@ def simulate(plan: Plan, locals: Mapping[int, Tensor | None] | Sequence[Tensor |
         LayoutError: if a local tensor does not have the shape that the layout says.
     """
     check_plan(plan)
+    if not isinstance(locals, Iterable):
+        raise LayoutError(f"locals must map ranks to their parts, or list them, got {locals!r}")
     given = dict(locals) if isinstance(locals, Mapping) else dict(enumerate(locals))
     ranks = sorted({*plan.src.mesh.ranks, *plan.dst.mesh.ranks})
     tensors = {rank: given.get(rank) for rank in ranks}
+    strangers = [rank for rank, part in given.items() if part is not None and rank not in tensors]
+    if strangers:
+        raise LayoutError(f"locals has parts of ranks {strangers}, the plan is for ranks {ranks}")
     device = next((t.device for t in tensors.values() if t is not None), torch.device("cpu"))
     programs = {rank: Program(plan, rank, None) for rank in ranks}
     for rank, program in programs.items():

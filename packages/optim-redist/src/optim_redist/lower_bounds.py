@@ -31,6 +31,7 @@ from typing import Any, Literal, NamedTuple
 from optim_redist._inside import Inside
 from optim_redist._mesh import as_shape, int_tuple
 from optim_redist.cost import Topology, check_topology
+from optim_redist.errors import RedistError
 from optim_redist.layout import Layout, PartialInit, check_layouts
 from optim_redist.problem import Problem, check_partial_init
 
@@ -117,11 +118,13 @@ def bounds(
     Raises:
         LayoutError: if a layout does not fit the shape, or is no ``Layout``.
         UnsupportedError: for an unknown ``partial_init``, or one that the target's pending reductions do not have.
-        RedistError: if ``topology`` is none.
+        RedistError: if ``topology`` is none, or ``itemsize`` is no size.
     """
     check_layouts(src=src, dst=dst)
     check_partial_init(partial_init)
     check_topology(topology)
+    if not isinstance(itemsize, int) or itemsize < 1:
+        raise RedistError(f"itemsize must be a whole number of bytes, at least 1, got {itemsize!r}")
     return bounds_of(Problem(int_tuple(as_shape(shape), "sizes"), src, dst, partial_init), topology, itemsize=itemsize)
 
 

@@ -153,6 +153,9 @@ def plan(
         _check_arguments(src, dst, cost_model, topology, planners)
         shape = int_tuple(sizes, "sizes")
         check_partial_init(partial_init)
+        _check_choices(donate=donate, relabel=relabel, deterministic=deterministic)
+        if not isinstance(budget, int) or budget < 0:
+            raise RedistError(f"budget must be a whole number of states, 0 or more, got {budget!r}")
         if dst.partial:
             problem = Problem(shape, src, dst, partial_init)
             check_started(problem.started_ops, name, divide=partial_init == "divide")
@@ -193,6 +196,13 @@ def _check_arguments(src: Any, dst: Any, cost_model: Any, topology: Any, planner
         raise RedistError(f"planners is {planners!r}; give a list of names")
 
 
+def _check_choices(**choices: object) -> None:
+    """Raise ``RedistError`` for what is neither True nor False: a text such as "no" would count as True."""
+    for name, value in choices.items():
+        if not isinstance(value, bool):
+            raise RedistError(f"{name} is True or False, got {value!r}")
+
+
 def _check_hashes(**arguments: Any) -> None:
     """Raise ``RedistError`` for the first argument that is, or has, something without a hash, as no valid one does."""
     for name, value in arguments.items():
@@ -209,7 +219,12 @@ def whole_bytes(memory_limit: float | None) -> int | None:
         RedistError: if it is no number.
     """
     # every comparison with a limit of NaN would be false
-    if memory_limit is not None and (not isinstance(memory_limit, Real) or isnan(memory_limit)):
+    if memory_limit is not None and (
+        not isinstance(memory_limit, Real)
+        or isinstance(memory_limit, bool)
+        or isnan(memory_limit)
+        or memory_limit == -inf
+    ):
         raise RedistError(f"memory_limit must be a number of bytes, got {memory_limit!r}")
     return None if memory_limit is None or memory_limit == inf else int(memory_limit // 1)
 

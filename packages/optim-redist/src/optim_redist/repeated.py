@@ -22,7 +22,7 @@ from optim_redist._running.collectives import Waitable
 from optim_redist._running.copies import Together
 from optim_redist._running.given import extent, is_pending, refuse_other_than_values, refuse_unwritable
 from optim_redist._running.many_program import ManyProgram
-from optim_redist.errors import LayoutError, UnsupportedError
+from optim_redist.errors import LayoutError, RedistError, UnsupportedError
 from optim_redist.plans import Plan, check_plan
 
 _ALIGNMENT = 16  # bytes, so that copies can be as wide as possible
@@ -88,8 +88,10 @@ class RepeatedExchange:
         sources: Sequence[Tensor | None] | None = None,
         targets: Sequence[Tensor | None] | None = None,
     ) -> None:
+        if not isinstance(plans, Sequence):
+            raise RedistError(f"plans must be a list with a plan for each tensor, got {plans!r}")
         if not plans:
-            raise ValueError("plans is empty; give one for each tensor")
+            raise RedistError("plans is empty; give one for each tensor")
         for made in plans:
             check_plan(made)
         self._program = program = ManyProgram(plans, sys.maxsize, group)
