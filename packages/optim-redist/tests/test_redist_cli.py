@@ -492,13 +492,16 @@ def test_a_plan_that_somebody_damaged(capsys, tmp_path):
     path = tmp_path / "plan.json"
     for changes, message in (
         ({"dtype": "b16"}, "dtype 'b16' is unknown here"),
-        ({"steps": [{"op": "exchange"}]}, "plan.json is damaged: KeyError: 'ranks'"),
-        ({"stages": None}, "plan.json is damaged: TypeError"),
+        ({"steps": [{"op": "exchange"}]}, "plan.json: the JSON of a plan is damaged: KeyError: 'ranks'"),
+        ({"stages": None}, "plan.json: the JSON of a plan is damaged: TypeError"),
         ({"peak_bytes": "64"}, "a plan's peak_bytes is a number, got '64'"),
         ({"memory_limit": []}, "a plan's memory_limit is a number, got []"),
         ({"shape": [8.0, 8]}, "sizes must be integers, got 8.0"),
         ({"stages": [{**stage, "rounds": 0}]}, "a stage runs in one round or more, got 0"),
-        ({"stages": [{**stage, "src": {**stage["src"], "partial": {"a": "sum"}}}]}, "plan.json is damaged: ValueError"),
+        (
+            {"stages": [{**stage, "src": {**stage["src"], "partial": {"a": "sum"}}}]},
+            "plan.json: the JSON of a layout is damaged: ValueError",
+        ),
         ({"topology": {**topology, "rank_bandwidth": 0}}, "a topology has a bandwidth above 0 bytes per second, got 0"),
         ({"topology": {**topology, "latency": None}}, "a topology has a latency of 0 seconds or more, got None"),
         (
@@ -515,8 +518,8 @@ def test_a_plan_that_somebody_damaged(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"curves": None}, "model.json is damaged: AttributeError"),
-        ({"topology": {}}, "model.json is damaged: KeyError: 'levels'"),
+        ({"curves": None}, "model.json: the JSON of a cost model is damaged: AttributeError"),
+        ({"topology": {}}, "model.json: the JSON of a topology is damaged: KeyError: 'levels'"),
         ({"format": "optim-redist.model/2"}, "expected a cost model of format optim-redist.model/1"),
         ({"pack_bandwidth": 0}, "a cost model has a bandwidth above 0 bytes per second, got 0"),
         ({"has_library": "no"}, "has_library is True or False, got 'no'"),

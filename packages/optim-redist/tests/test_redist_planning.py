@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from itertools import permutations
@@ -275,6 +276,30 @@ def test_newer_plans_are_refused_by_name() -> None:
     made = plan((4,), "int8", Layout(Mesh(2), [0]), Layout(Mesh(2), [None]))
     with pytest.raises(RedistError, match=r"optim-redist\.plan/2"):
         Plan.from_json({**made.to_json(), "format": "optim-redist.plan/2"})
+
+
+@pytest.mark.parametrize("damage", [None, "x", 3, [{}], {}], ids=repr)
+def test_json_that_somebody_damaged_says_what_it_is_of(damage: Any) -> None:
+    made = plan((8,), "int8", Layout(Mesh(4), [0]), Layout(Mesh(4), [None]), topology=Topology.nodes(2))
+    for whole, read in (
+        (made.to_json(), Plan.from_json),
+        (made.src.to_json(), Layout.from_json),
+        (made.src.mesh.to_json(), Mesh.from_json),
+        (made.topology.to_json(), Topology.from_json),
+        (CommModel.preset("h200x4").to_json(), CommModel.from_json),
+    ):
+        for field in whole:
+            # a RedistError, unless the field may be anything, or these
+            with suppress(RedistError):
+                read({**whole, field: damage})
+            with suppress(RedistError):
+                read({name: value for name, value in whole.items() if name != field})
+    for read in (Plan.from_json, Layout.from_json, CommModel.from_json):
+        if damage != {}:
+            with pytest.raises(RedistError, match=r"is made of a dict, as json\.loads makes it of a text, got"):
+                read(damage)
+    with pytest.raises(LayoutError, match="the JSON of a layout is damaged: KeyError: 'dims'"):
+        Layout.from_json({})
 
 
 def test_the_cache_returns_the_same_plan() -> None:

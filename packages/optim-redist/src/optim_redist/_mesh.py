@@ -11,6 +11,7 @@ from math import prod
 from operator import index
 from typing import Any
 
+from optim_redist._files import undamaged
 from optim_redist._lazy import lazy
 from optim_redist.errors import LayoutError
 
@@ -182,5 +183,6 @@ class Mesh:
         }
 
     @classmethod
+    @undamaged("the JSON of a mesh", LayoutError)
     def from_json(cls, data: Mapping[str, Any]) -> Mesh:
         return cls(data["sizes"], data.get("names"), data.get("ranks"))

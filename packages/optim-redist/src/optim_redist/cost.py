@@ -23,7 +23,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from optim_redist._files import read_json, reading
+from optim_redist._files import check_object, read_json, reading, undamaged
 from optim_redist._lazy import lazy
 from optim_redist._mesh import Axis, Mesh
 from optim_redist.errors import RedistError
@@ -179,6 +179,7 @@ class Topology:
         return {"rank_bandwidth": self.rank_bandwidth, "latency": self.latency, "levels": levels}
 
     @classmethod
+    @undamaged("the JSON of a topology")
     def from_json(cls, data: Mapping[str, Any]) -> Topology:
         levels = tuple(
             Level(**{**item, "members": tuple(tuple(group) for group in item["members"])}) for item in data["levels"]
@@ -290,7 +291,9 @@ class CommModel:
         return {**found, "has_library": True} if self.has_library else found
 
     @classmethod
+    @undamaged("the JSON of a cost model")
     def from_json(cls, data: Mapping[str, Any]) -> CommModel:
+        check_object(data, "a cost model")
         if data.get("format") != _FORMAT:
             raise RedistError(f"expected a cost model of format {_FORMAT}, got {data.get('format')}")
         curves = {op: tuple((b, s) for b, s in curve) for op, curve in data["curves"].items()}

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
+from optim_redist._files import check_object, undamaged
 from optim_redist._kinds import KINDS, Block, Chunk, Cyclic, Intervals, Kind, Ragged, Strided
 from optim_redist._lazy import lazy
 from optim_redist._mesh import Axis, Mesh
@@ -274,7 +275,9 @@ class Layout:
         return json.dumps(self.to_json()) if vars(self) else ""
 
     @classmethod
+    @undamaged("the JSON of a layout", LayoutError)
     def from_json(cls, data: Mapping[str, Any]) -> Layout:
+        check_object(data, "a layout", LayoutError)
         name, _, version = str(data.get("format", f"{_FORMAT}/{_VERSION}")).partition("/")
         if name != _FORMAT or not version.isdecimal() or int(version) > _VERSION:
             raise LayoutError(f"a layout of format {_FORMAT}/{_VERSION} or older is readable, got {data.get('format')}")

@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from optim_redist._files import undamaged
 from optim_redist._inside import Inside
 from optim_redist._mesh import as_shape, int_tuple
 from optim_redist.cost import Topology, check_topology
@@ -95,6 +96,7 @@ class Bounds(NamedTuple):
         return {**self._asdict(), "cuts": [cut._asdict() for cut in self.cuts]}
 
     @classmethod
+    @undamaged("the JSON of bounds")
     def from_json(cls, data: Mapping[str, Any]) -> Bounds:
         """The bounds that ``to_json`` wrote."""
         cuts = tuple(Cut(**{**cut, "ranks": tuple(cut["ranks"])}) for cut in data["cuts"])

@@ -10,6 +10,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optim_redist._dtypes import dtype_name, itemsize
+from optim_redist._files import check_object, undamaged
 from optim_redist._lazy import lazy
 from optim_redist._mesh import int_tuple
 from optim_redist._methods.candidates import phases_of
@@ -169,8 +170,10 @@ class Plan:
         return found if self.partial_init == "owner" else {**found, "partial_init": self.partial_init}
 
     @classmethod
+    @undamaged("the JSON of a plan")
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
         """The plan that ``to_json`` wrote; newer formats are refused."""
+        check_object(data, "a plan")
         name, _, version = str(data.get("format")).partition("/")
         if name != _FORMAT or not version.isdecimal() or int(version) > _VERSION:
             raise RedistError(f"this version reads plans up to {_FORMAT}/{_VERSION}, got {data.get('format')}")
