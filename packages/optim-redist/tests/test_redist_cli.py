@@ -24,6 +24,7 @@ from optim_redist import (
     Mesh,
     MultiAxisDist,
     Plan,
+    RedistError,
     Topology,
     UnsupportedError,
     calibrate,
@@ -157,6 +158,12 @@ def test_plans_of_every_type_are_executed(capsys, tmp_path, dtype):
         assert text == "1 redistributions proven, 1 executed, 0 wrong\n"
 
 
+def test_how_to_execute_is_refused_before_anything_is_proven(capsys):
+    assert main(["verify", str(EXAMPLES), "--execute", "nccl:4"]) == 2
+    # no progress bar before it
+    assert capsys.readouterr().err == "optim-redist: --execute is simulate or gloo:8, got 'nccl:4'\n"
+
+
 def test_plans_that_were_not_executed_are_named(capsys, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(run(capsys, "plan", "--shape", "8", "--mesh", "4", "--src", "Partial(sum)", "--dst", "R", "--json"))
@@ -280,6 +287,16 @@ def _calibrated(rank: int, world_size: int) -> None:
     with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
         with pytest.raises(UnsupportedError, match=r"none of the sizes \[1073741824\] \(bytes\) fits"):
             calibrate(sizes=[2**30], out=None)
+        for wrong in (-1, float("nan"), "60"):
+            with pytest.raises(RedistError, match="seconds must be a number, 0 or more, got "):
+                calibrate(seconds=wrong, out=None)
+        with pytest.raises(RedistError, match="sizes must be integers, got '4KiB'"):
+            calibrate(sizes=["4KiB"], out=None)
+        # only rank 0 writes, and every rank says that it cannot, before anything is measured
+        here = os.path.dirname(__file__)
+        for out in (f"{here}/missing/costs.json" if rank == 0 else f"{here}/costs.json", here):
+            with pytest.raises(RedistError, match=r"cannot be written: it is a folder, or its folder is missing"):
+                calibrate(out=out)
         mesh = init_device_mesh("cpu", (2, 2))
         before = len(_world.pg_map)
         calibrate(mesh=mesh, sizes=[4096], seconds=0, out=None)
@@ -454,8 +471,18 @@ def test_pictures_in_files(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     assert main([*task, str(tmp_path / "plan.png")]) == 0
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
     assert main([*task, str(tmp_path / "plan.bmp")]) == 2
-    assert "pictures are written as" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert ("pictures are written as" in shown.err, shown.out) == (True, "")
+    # beside JSON
+    assert main([*task, str(tmp_path / "other.svg"), "--json"]) == 0
+    assert Plan.from_json(json.loads(capsys.readouterr().out)).shape == (8, 8)
+    assert (tmp_path / "other.svg").read_bytes() == (tmp_path / "plan.svg").read_bytes()
+    for how in ("ascii", "svg"):
+        assert main([*task, how, "--json"]) == 2
+        shown = capsys.readouterr()
+        assert (f"--json and --picture {how} both print" in shown.err, shown.out) == (True, "")
 
 
 @pytest.mark.parametrize(
@@ -572,6 +599,7 @@ def test_progress_is_plain_lines_off_a_terminal():
 
 
 def test_matrix_shapes_of_the_benchmark():
+    assert [matrix_shape(size) for size in (1, 2, 3, 4)] == [(1, 1), (1, 1), (1, 1), (2, 1)]
     assert matrix_shape(64 << 20) == (8192, 4096)
     assert matrix_shape(512 << 20) == (16384, 16384)
     assert matrix_shape(2 << 30) == (32768, 32768)

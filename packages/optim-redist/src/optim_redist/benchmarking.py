@@ -88,7 +88,7 @@ class Row:
 
 def matrix_shape(num_bytes: int, itemsize: int = 2) -> tuple[int, int]:
     """A matrix of about ``num_bytes``, square or twice as long as wide: 64 MiB of bf16 are 8192×4096."""
-    exponent = round(math.log2(num_bytes // itemsize))
+    exponent = round(math.log2(max(1, num_bytes // itemsize)))
     return 2 ** ((exponent + 1) // 2), 2 ** (exponent // 2)
 
 

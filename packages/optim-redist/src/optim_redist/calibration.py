@@ -25,6 +25,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain, combinations
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +34,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from optim_redist._mesh import int_tuple
 from optim_redist._progress import progress
 from optim_redist._running import collectives
 from optim_redist.cost import CommModel, Topology, interpolate, latency_and_bandwidth, monotone
-from optim_redist.errors import UnsupportedError
+from optim_redist.errors import RedistError, UnsupportedError
 from optim_redist.layout import Layout, Mesh
 from optim_redist.planning import plan
 from optim_redist.program import compile
@@ -68,6 +70,7 @@ def calibrate(
 
     Raises:
         UnsupportedError: without a running group of at least two ranks, or if none of the sizes fits.
+        RedistError: for ``seconds`` or ``sizes`` of other types, and on every rank if rank 0 cannot write ``out``.
     """
     if not collectives.is_initialized():
         raise UnsupportedError("calibrate measures a running group; call torch.distributed.init_process_group first")
@@ -75,12 +78,15 @@ def calibrate(
     assert whole is not None
     if dist.get_world_size(whole) < 2:
         raise UnsupportedError("calibrate measures exchanges between ranks; the group has only one")
+    # not "< 0", which is false for NaN
+    if not isinstance(seconds, Real) or not seconds >= 0:
+        raise RedistError(f"seconds must be a number, 0 or more, got {seconds!r}")
+    buffers = int_tuple(sizes or SIZES, "sizes")
     device = collectives.device_of(whole)
-    fitting = _fitting(sizes or SIZES, device, whole)
+    check_folder(out, whole)
+    fitting = _fitting(buffers, device, whole)
     if not fitting:
-        raise UnsupportedError(
-            f"none of the sizes {list(sizes or SIZES)} (bytes) fits into a quarter of the free memory"
-        )
+        raise UnsupportedError(f"none of the sizes {list(buffers)} (bytes) fits into a quarter of the free memory")
     axis_groups = {} if mesh is None else _axis_groups(mesh)
     kinds = {"all": whole, **axis_groups}
     tasks = [(kind, members, op, size) for kind, members in kinds.items() for size in fitting for op in _OPS]
@@ -99,6 +105,17 @@ def calibrate(
     if out is not None and first:
         Path(out).write_text(json.dumps(_as_file(model, measured, whole, device), indent=1) + "\n")
     return model
+
+
+def check_folder(path: str | Path | None, group: ProcessGroup) -> None:
+    """Raise ``RedistError`` on every rank if the group's first rank could not write this file after measuring."""
+    if path is None:
+        return
+    is_missing = not Path(path).absolute().parent.is_dir() or Path(path).is_dir()
+    found = torch.tensor([int(is_missing)], device=collectives.device_of(group))
+    dist.broadcast(found, src=dist.get_process_group_ranks(group)[0], group=group)
+    if found.item():
+        raise RedistError(f"{path} cannot be written: it is a folder, or its folder is missing; nothing was measured")
 
 
 # -- what is timed

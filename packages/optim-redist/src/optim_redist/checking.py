@@ -71,22 +71,30 @@ def check_file(path: Path, execute: str | None = None, limit: int | None = None)
         execute: None, "simulate" for all ranks in this process, or "gloo:8" for eight real ranks, which run the
             redistributions that fit on them.
     """
+    num_ranks = _num_ranks(execute)
     tasks = read_tasks(path)[:limit]
     results = [_prove(task) for task in progress(tasks, "verify")]
     proven = [task for task, result in zip(tasks, results) if result["problem"] is None]
     outcomes: Sequence[str | None] = []
     if execute == "simulate":
         outcomes = [_simulated(task) for task in progress(proven, "simulate")]
-    elif execute is not None:
-        backend, _, count = execute.partition(":")
-        if backend != "gloo" or not count.isdecimal() or not int(count):
-            raise RedistError(f"--execute is simulate or gloo:8, got {execute!r}")
-        outcomes = _on_ranks(proven, int(count))
+    elif num_ranks:
+        outcomes = _on_ranks(proven, num_ranks)
     for result, outcome in zip([result for result in results if result["problem"] is None], outcomes):
         if outcome is not None:
             result["executed"] = True
             result["problem"] = outcome or None
     return results
+
+
+def _num_ranks(execute: str | None) -> int:
+    """How many real ranks run the redistributions, 0 if none do."""
+    if execute is None or execute == "simulate":
+        return 0
+    backend, _, count = execute.partition(":")
+    if backend != "gloo" or not count.isdecimal() or not int(count):
+        raise RedistError(f"--execute is simulate or gloo:8, got {execute!r}")
+    return int(count)
 
 
 def _made(task: Task) -> Plan:

@@ -232,7 +232,12 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace, text: Callable[[Any], str]) -> int:
+    if options.json and options.picture in ("ascii", "svg"):
+        raise RedistError(f"--json and --picture {options.picture} both print; give --picture a file such as plan.svg")
     made = _made_plan(options)
+    if options.picture not in (None, "ascii", "svg"):
+        # what cannot be written is said before anything is printed
+        _save_picture(made, options.picture)
     if options.json:
         _print_json(made.to_json())
     elif options.picture == "svg":
@@ -242,7 +247,7 @@ def _show(options: argparse.Namespace, text: Callable[[Any], str]) -> int:
         if options.picture == "ascii":
             print("\n" + made.picture())
         elif options.picture:
-            _save_picture(made, options.picture)
+            print(f"\npicture written to {options.picture}")
     return 0
 
 
@@ -253,7 +258,6 @@ def _save_picture(made: Any, name: str) -> None:
     if not path.suffix:
         raise RedistError(f"--picture is ascii, svg, or a file such as plan.svg or plan.png, got {name!r}")
     save_picture(made.picture, path)
-    print(f"\npicture written to {path}")
 
 
 def _bound(options: argparse.Namespace) -> int:
@@ -316,8 +320,12 @@ def _bench(options: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from optim_redist import benchmarking
+    from optim_redist.calibration import check_folder
 
     with joined_ranks():
+        whole = dist.group.WORLD
+        assert whole is not None, "the ranks have joined"
+        check_folder(options.out, whole)
         rows = benchmarking.measure(
             options.sizes, against=options.against, repeats=options.repeats, cost_model=options.model
         )
