@@ -151,3 +151,17 @@ def test_what_a_user_has_put_into_a_group_stays_that_object(kind: str) -> None:
     assert optimizer.param_groups[0] is not group
     assert optimizer.param_groups[0]["lock"] is lock
     steps(optimizer, p, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_schedule_ends_with_is_saved_loaded_and_copied(kind: str) -> None:
+    """`LinearLR` misses 0 by a rounding error; Muon refused its own checkpoint then, and could not be copied."""
+    (p,) = random_parameters((8, 6))
+    optimizer = KINDS[kind](p)
+    steps(optimizer, p, 1)
+    # where LinearLR(optimizer, start_factor=0.3, end_factor=0.0, total_iters=3) ends from 0.02
+    lr = -4.440892098500625e-19
+    optimizer.param_groups[0].update(lr=lr, weight_decay=lr)
+    steps(optimizer, p, 1)
+    optimizer.load_state_dict(copy.deepcopy(optimizer).state_dict())
+    assert optimizer.param_groups[0]["lr"] == lr

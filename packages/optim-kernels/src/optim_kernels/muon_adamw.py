@@ -123,7 +123,7 @@ class TritonMuonAdamW(MuonOptimizer):
             group.setdefault("max_norm", self.defaults["max_norm"])
             check_clipping(self, group)
             if not self._is_muon(group):
-                _check_adamw_group(group, names)
+                _check_adamw_group(group, names, loaded=True)
 
     @hooked_step
     @without_gradients
@@ -324,9 +324,12 @@ def _check_adamw_param(p: Tensor, name: str) -> None:
     check_dtype(p, name)
 
 
-def _check_adamw_group(group: dict[str, Any], names: dict[Tensor, str]) -> None:
-    """Check torch.optim.AdamW's conditions, in its words, and refuse options that only `TritonAdamW` has."""
+def _check_adamw_group(group: dict[str, Any], names: dict[Tensor, str], *, loaded: bool = False) -> None:
+    """Check torch.optim.AdamW's conditions, in its words, and refuse options that only `TritonAdamW` has.
+
+    ``loaded``: as in `check_adamw_ranges`.
+    """
     _check_choices(group)
     for p in group["params"]:
         _check_adamw_param(p, names[p])
-    check_adamw_ranges(group)
+    check_adamw_ranges(group, loaded=loaded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -80,19 +81,25 @@ def check_adamw_scalars(group: Mapping[str, Any]) -> None:
         check_switches(maximize=maximize)
 
 
-def check_adamw_ranges(group: Mapping[str, Any], *, of_tensors: bool = True) -> None:
+def check_adamw_ranges(group: Mapping[str, Any], *, of_tensors: bool = True, loaded: bool = False) -> None:
     """Raise ``ValueError`` for hyperparameters out of torch.optim.AdamW's ranges, in its words.
 
     Args:
         of_tensors: look at 0-d tensors, too, which for those on a device costs a synchronisation.
+        loaded: whether schedules may have changed lr and weight_decay; as in a step, these may then be negative, as the
+            lr is that ``LinearLR`` ends with in place of 0 (-4e-19, say).
     """
 
     def is_seen(number: Any) -> bool:
         return of_tensors or not isinstance(number, Tensor)
 
-    words = {"lr": "learning rate", "eps": "epsilon value", "weight_decay": "weight_decay value"}
-    for option, word in words.items():
-        if is_seen(group[option]) and not group[option] >= 0.0:
+    of_schedules = -math.inf if loaded else 0.0
+    for option, word, least in (
+        ("lr", "learning rate", of_schedules),
+        ("eps", "epsilon value", 0.0),
+        ("weight_decay", "weight_decay value", of_schedules),
+    ):
+        if is_seen(group[option]) and not group[option] >= least:
             raise ValueError(f"Invalid {word}: {group[option]}")
     for index, beta in enumerate(group["betas"]):
         if is_seen(beta) and not 0.0 <= beta < 1.0:

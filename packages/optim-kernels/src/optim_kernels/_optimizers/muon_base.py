@@ -33,9 +33,9 @@ class MuonOptimizer(PrivateState, Optimizer):
     # Reasons for plain torch that were logged already.
     _logged_fallbacks: frozenset[str] = frozenset()
 
-    def _check_muon_group(self, group: dict[str, Any]) -> None:
-        """Raise where Muon cannot take the group's options or one of its parameters."""
-        check_group(group)
+    def _check_muon_group(self, group: dict[str, Any], *, loaded: bool = False) -> None:
+        """Raise where Muon cannot take the group's options or one of its parameters; ``loaded`` as in `check_group`."""
+        check_group(group, loaded=loaded)
         names = self._parameter_names()
         for i, p in enumerate(group["params"]):
             check_param(p, group, names[p])
@@ -55,7 +55,7 @@ class MuonOptimizer(PrivateState, Optimizer):
             if self._is_muon(group):
                 for key, value in DEFAULTS.items():
                     group.setdefault(key, value)
-                self._check_muon_group(group)
+                self._check_muon_group(group, loaded=True)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {key: value for key, value in super().__getstate__().items() if key != "_planner"}

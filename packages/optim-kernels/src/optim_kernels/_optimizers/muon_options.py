@@ -6,9 +6,9 @@ read as a `MuonRule`, an `NSConfig` and one `MatrixView` a parameter.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from math import prod
 from typing import Any, Literal, get_args
 
 import torch
@@ -141,19 +141,24 @@ def _rule(*options: Any) -> MuonRule:
     return MuonRule(scale=given.pop("adjust_lr_fn") or "original", **given)
 
 
-def check_group(group: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for options that torch.optim.Muon refuses, in its words, or that ours cannot take."""
-    _check_ranges(group)
+def check_group(group: Mapping[str, Any], *, loaded: bool = False) -> None:
+    """Raise ``ValueError`` for options that torch.optim.Muon refuses, in its words, or that ours cannot take.
+
+    Args:
+        loaded: whether schedules may have changed lr, momentum and weight_decay; as in a step, these may then be
+            negative, as the lr is that ``LinearLR`` ends with in place of 0 (-4e-19, say).
+    """
+    _check_ranges(group, least=-math.inf if loaded else 0.0)
     check_choices(group)
 
 
-def _check_ranges(group: Mapping[str, Any]) -> None:
+def _check_ranges(group: Mapping[str, Any], *, least: float) -> None:
     _check_numbers(group)
-    if not float(group["lr"]) >= 0.0:
+    if not float(group["lr"]) >= least:
         raise ValueError(f"Learning rate should be >= 0 but is: {group['lr']}")
-    if not group["momentum"] >= 0.0:
+    if not group["momentum"] >= least:
         raise ValueError(f"momentum should be >= 0 but is: {group['momentum']}")
-    if not group["weight_decay"] >= 0.0:
+    if not group["weight_decay"] >= least:
         raise ValueError(f"weight decay should be >= 0 but is: {group['weight_decay']}")
     beta2 = group["beta2"]
     if beta2 is not None and not 0.0 <= beta2 < 1.0:
@@ -222,7 +227,7 @@ def view_of(param: Tensor, group: Mapping[str, Any], index: int, name: str) -> M
             "nd='flatten' (out, the rest) or nd='batch' (the last two dimensions)"
         )
     least = {"flatten": 3, "convolution": 4}.get(nd or "", len(shape) + 1)
-    matrix_shape = (shape[0], prod(shape[1:])) if len(shape) >= least else ()
+    matrix_shape = (shape[0], math.prod(shape[1:])) if len(shape) >= least else ()
     return _checked_view(_split_view(shape, matrix_shape, group["split_rows"], name), param, name)
 
 
