@@ -165,3 +165,77 @@ def test_what_a_schedule_ends_with_is_saved_loaded_and_copied(kind: str) -> None
     steps(optimizer, p, 1)
     optimizer.load_state_dict(copy.deepcopy(optimizer).state_dict())
     assert optimizer.param_groups[0]["lr"] == lr
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = float("nan")
+    with pytest.raises(ValueError, match=r"(?i)learning rate.*nan"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == lr
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda value: None, "must be a tensor, got a NoneType"),
+        (Tensor.tolist, "must be a tensor, got a list"),
+        (lambda value: value.numpy(), "must be a tensor, got a ndarray"),
+        (
+            lambda value: value + 0j,
+            r"must be dense numbers like the parameter's, got torch\.complex64 in torch\.strided",
+        ),
+        (Tensor.to_sparse, r"must be dense numbers like the parameter's, got torch\.float32 in .*coo"),
+        (lambda value: value.to("meta"), "has no values: it is on meta; load the checkpoint on another device"),
+    ],
+    ids=["none", "list", "array", "complex", "sparse", "meta"],
+)
+def test_what_is_no_moment_is_refused_by_name(kind: str, change: Any, words: str) -> None:
+    """As in a state that was damaged, or taken from elsewhere by hand."""
+    p = torch.nn.Parameter(torch.randn(8, 6))
+    optimizer = KINDS[kind](p)
+    steps(optimizer, p, 2)
+    before = copy.deepcopy(optimizer.state_dict())
+    saved = copy.deepcopy(before)
+    key = "momentum_buffer" if "momentum_buffer" in saved["state"][0] else "exp_avg_sq"
+    saved["state"][0][key] = change(saved["state"][0][key])
+    with pytest.raises(ValueError, match=rf"the loaded {key} of param_groups\[0\]\['params'\]\[0\] {words}"):
+        optimizer.load_state_dict(saved)
+    assert str(optimizer.state_dict()) == str(before)
+
+
+@pytest.mark.parametrize("kind", ["TritonAdamW", "adamw"])
+@pytest.mark.parametrize("step", [None, "3", torch.ones(2), -1, torch.tensor(float("nan"))], ids=str)
+def test_what_counts_no_steps_is_refused_by_name(kind: str, step: Any) -> None:
+    (p,) = random_parameters((8, 6))
+    optimizer = KINDS[kind](p)
+    steps(optimizer, p, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["step"] = step
+    with pytest.raises(ValueError, match=r"the loaded step of param_groups\[0\]\['params'\]\[0\] must be a"):
+        optimizer.load_state_dict(saved)
+    assert float(optimizer.state[p]["step"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"lr": "1"}, "lr must be a number or a 1-element tensor, got '1'"),
+        ({"lr": float("nan")}, "Invalid learning rate: nan"),
+        ({"betas": (0.9, 2.0)}, r"Invalid beta parameter at index 1: 2\.0"),
+        ({"betas": [0.9]}, r"betas must be a pair, got \[0\.9\]"),
+        ({"eps": -1.0}, r"Invalid epsilon value: -1\.0"),
+        ({"maximize": "no"}, "maximize must be True or False, got 'no'"),
+        ({"seed": 1.5}, r"seed must be an int, got 1\.5"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_adamw_loads_no_options_that_a_step_would_refuse(option: dict[str, Any], words: str) -> None:
+    """Or would find when other parameters have moved, as a beta above 1; Muon refused its own already."""
+    (p,) = random_parameters((8, 6))
+    optimizer = TritonAdamW([p])
+    steps(optimizer, p, 1)
+    saved = optimizer.state_dict()
+    before = str(saved)
+    saved["param_groups"][0].update(option)
+    with pytest.raises((TypeError, ValueError), match=words):
+        optimizer.load_state_dict(saved)
+    assert str(optimizer.state_dict()) == before

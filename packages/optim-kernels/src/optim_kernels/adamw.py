@@ -19,6 +19,7 @@ from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizers.adamw_options import (
     StateDtype,
+    check_adamw_ranges,
     check_adamw_scalars,
     check_formats,
     check_storage,
@@ -26,8 +27,7 @@ from optim_kernels._optimizers.adamw_options import (
 )
 from optim_kernels._optimizers.adamw_paths import EXPLAIN_HEADER, explain_row, step_device, why_not_kernels
 from optim_kernels._optimizers.adamw_state import (
-    MOMENTS,
-    NEEDED,
+    check_state,
     converted_state,
     laid_out,
     plain_state,
@@ -37,7 +37,6 @@ from optim_kernels._optimizers.adamw_state import (
 from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
 from optim_kernels._optimizers.adamw_torch import beyond_torch, step_with_torch
 from optim_kernels._optimizers.explaining import launches_line, log_fallback, text_table
-from optim_kernels._optimizers.fitting import check_all_there, check_fit, check_masters_kept
 from optim_kernels._optimizers.group_clipping import check_clipping, check_here, clipping_of_step, norm_and_factor
 from optim_kernels._optimizers.plain_options import with_dtype_names
 from optim_kernels._optimizers.private_state import PrivateState
@@ -48,7 +47,7 @@ from optim_kernels._optimizers.stepping import (
     run_closure,
     without_gradients,
 )
-from optim_kernels._optimizers.storage import MASTERS, MasterWeights, check_dtype, drop_other_masters, missing_master
+from optim_kernels._optimizers.storage import MasterWeights, check_dtype, drop_other_masters, missing_master
 from optim_kernels._options import check_scalars
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import is_capturing
@@ -232,7 +231,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         for group, own, own_grads, own_states, _ in with_torch:
             check_adamw_scalars(group)
             for param, grad, state in zip(own, own_grads, own_states):
-                _check_state(param, grad, group, state, names[param])
+                check_state(param, grad, group, state, names[param])
             wrong = beyond_torch(group, own, own_grads, own_states)
             if wrong is not None:
                 raise RuntimeError(
@@ -294,7 +293,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
                 check_dtype(param, names[param])
             reason = why_not_kernels(param, group)
             if self._own_state[param]:
-                _check_state(param, grad, group, self._own_state[param], names[param])
+                check_state(param, grad, group, self._own_state[param], names[param])
             self._ensure_state(param, group, for_kernels=reason is None)
             if reason is None:
                 indices.append(index)
@@ -324,6 +323,13 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         drop_other_masters(group, state)
         # in fp32, as the kernels take it: a user may have cast whole states
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=device)
+
+    def _merged_group(self, index: int, mine: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+        merged = super()._merged_group(index, mine, saved)
+        check_update(merged)
+        check_adamw_scalars(merged)
+        check_adamw_ranges(merged, of_tensors=False, loaded=True)
+        return merged
 
     def _place_state(self, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         return converted_state(param, group, saved, step_device=step_device(param, group))
@@ -357,17 +363,6 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         return footer + (
             [f"{plan.num_copied} gradients are copied to their parameter's layout"] * bool(plan.num_copied)
         )
-
-
-def _check_state(param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any], name: str) -> None:
-    """Raise ``ValueError`` unless a step can update the parameter and this state."""
-    used = ("step", *MOMENTS) if group["amsgrad"] else NEEDED
-    check_all_there(state, used, name)
-    if group["master_weights"] is None:
-        check_fit(param, grad, state, used, name)
-    else:
-        check_fit(param, grad, state, (*used, *MASTERS), name)
-        check_masters_kept(state, name)
 
 
 def _as_saved(_: Optimizer, content: dict[str, Any]) -> None:

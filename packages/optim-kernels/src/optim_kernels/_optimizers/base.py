@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optim_kernels._optimizers.adamw_state import MOMENTS, NEEDED
+from optim_kernels._optimizers.fitting import check_loaded
 from optim_kernels._optimizers.followed_writes import FollowedWrites, can_be_followed
 from optim_kernels._optimizers.inference import as_normal, out_of_inference_mode
 from optim_kernels._optimizers.plain_options import with_dtypes
@@ -113,12 +114,14 @@ class StatefulOptimizer(Optimizer):
         return NEEDED
 
     def _check_complete(self, loaded: dict[str, Any]) -> None:
-        """Raise ``ValueError`` where a state lacks a key: its value would silently start anew, or a step would fail."""
+        """Raise ``ValueError`` where a state has no numbers, or lacks a key, whose value would silently start anew."""
         names = self._parameter_names()
         for group, own in zip(loaded["param_groups"], self.param_groups):
             needed = self._needed_state(group)
             for saved_id, param in zip(group["params"], own["params"]):
                 saved = loaded["state"].get(saved_id)
+                if saved:
+                    check_loaded(saved, param, (*ELEMENTWISE_KEYS, "second_momentum_buffer"), names[param])
                 missing = [key for key in needed if key not in saved] if saved else []
                 if missing:
                     raise ValueError(

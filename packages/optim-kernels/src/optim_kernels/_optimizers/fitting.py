@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import local
@@ -56,6 +57,31 @@ def check_all_there(state: Mapping[str, Any], needed: Sequence[str], name: str) 
             f"the state of {name} has {sorted(state)}, but needs {' and '.join(missing)} too; add what is missing, or "
             "delete the state to start anew"
         )
+
+
+def check_loaded(saved: Any, param: Tensor, keys: Sequence[str], name: str) -> None:
+    """Raise ``ValueError`` unless a loaded state has numbers under those of ``keys`` that it has, and a step count.
+
+    Values in the plain form of `optim_utils.low_bit` check themselves where they are read.
+    """
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"the loaded state of {name} must be a dict, got {saved!r}")
+    for key in keys:
+        value, of = saved.get(key), f"the loaded {key} of {name}"
+        if key not in saved or isinstance(value, Mapping):
+            continue
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{of} must be a tensor, got a {type(value).__name__}")
+        if value.layout != torch.strided or (value.is_complex() and not param.is_complex()):
+            raise ValueError(f"{of} must be dense numbers like the parameter's, got {value.dtype} in {value.layout}")
+        if value.is_meta and not param.is_meta:
+            raise ValueError(f"{of} has no values: it is on meta; load the checkpoint on another device")
+    if "step" in saved:
+        step, of = saved["step"], f"the loaded step of {name}"
+        _check_count(step, of)
+        # not from a GPU, which would be waited for
+        if not (isinstance(step, Tensor) and step.device.type != "cpu") and not float(step) >= 0:
+            raise ValueError(f"{of} must be a number of steps, got {float(step)}")
 
 
 def check_masters_kept(state: Mapping[str, Any], name: str) -> None:

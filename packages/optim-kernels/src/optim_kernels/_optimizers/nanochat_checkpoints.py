@@ -68,4 +68,4 @@ def unstack_state(state_dict: dict[str, Any], groups: Iterable[dict[str, Any]]) 
 def _is_stacked(state: dict[str, Any], params: list[Tensor]) -> bool:
     """Whether the first parameter's state is a stack over the whole group."""
     buffer = state.get("momentum_buffer")
-    return buffer is not None and tuple(buffer.shape) == (len(params), *params[0].shape)
+    return isinstance(buffer, Tensor) and tuple(buffer.shape) == (len(params), *params[0].shape)
