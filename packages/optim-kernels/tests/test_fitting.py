@@ -200,3 +200,17 @@ def test_a_master_that_was_exchanged_follows_its_parameter(impl: Any) -> None:
         param.fill_(3.0)
     optimizer.step()
     torch.testing.assert_close(state["master"], torch.full_like(state["master"], 3.0), rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("entries", [{"note": 1}, {"exp_avg": torch.zeros(3)}], ids=["foreign", "one moment"])
+def test_a_state_that_no_step_takes_is_explained(entries: State) -> None:
+    """A table is what one looks at when something is wrong."""
+    param = nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    optimizer = TritonAdamW([("weight", param)], impl="torch")
+    optimizer.state[param].update(entries)
+    assert "weight" in optimizer.explain()
+    optimizer.param_groups[0]["betas"] = (0.9, 1.0)
+    assert "stays zero where |g| < inf" in optimizer.explain()
+    param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match=r"the state of weight has .* but needs step and .* too"):
+        optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -73,7 +74,8 @@ def explain_row(name: str, param: Tensor, group: dict[str, Any], state: dict[str
 
 def _lost_below(beta2: float | Tensor) -> float:
     """The |g| up to which (1 - beta2) g² rounds to zero in fp16, as half the smallest number, 2**-25, and less do."""
-    return (2.0**-25 / (1 - float(beta2))) ** 0.5
+    rest = 1 - float(beta2)
+    return (2.0**-25 / rest) ** 0.5 if rest > 0 else math.inf
 
 
 def _short(dtype: torch.dtype | None) -> str:

@@ -54,8 +54,8 @@ def stored_dtypes(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -
     return {
         "param": param.dtype,
         "grad": param.dtype if param.grad is None else param.grad.dtype,
-        "exp_avg": stored_dtype(state["exp_avg"]) if state else first,
-        "exp_avg_sq": stored_dtype(state["exp_avg_sq"]) if state else second,
+        "exp_avg": stored_dtype(state["exp_avg"]) if "exp_avg" in state else first,
+        "exp_avg_sq": stored_dtype(state["exp_avg_sq"]) if "exp_avg_sq" in state else second,
         "master": None if master is None else MASTERS[master],
     }
 
