@@ -27,16 +27,17 @@ from optim_kernels._optimizers.adamw_options import (
 )
 from optim_kernels._optimizers.adamw_paths import EXPLAIN_HEADER, explain_row, step_device, why_not_kernels
 from optim_kernels._optimizers.adamw_state import (
-    check_state,
     converted_state,
     laid_out,
     plain_state,
     torch_state,
+    why_unfit_state,
     zero_state,
 )
 from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
 from optim_kernels._optimizers.adamw_torch import beyond_torch, step_with_torch
 from optim_kernels._optimizers.explaining import launches_line, log_fallback, text_table
+from optim_kernels._optimizers.fitting import refuse
 from optim_kernels._optimizers.group_clipping import check_clipping, check_here, clipping_of_step, norm_and_factor
 from optim_kernels._optimizers.plain_options import with_dtype_names
 from optim_kernels._optimizers.private_state import PrivateState
@@ -227,17 +228,15 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
             (group, own, [grads[index] for index in indices], [self._own_state[param] for param in own], indices)
             for group, indices, own in prepared.with_torch
         ]
-        names = self._parameter_names() if with_torch else {}
+        prepared.refuse_unfit(grads, why_unfit_state, self._parameter_names)
         for group, own, own_grads, own_states, _ in with_torch:
             check_adamw_scalars(group)
-            for param, grad, state in zip(own, own_grads, own_states):
-                check_state(param, grad, group, state, names[param])
             wrong = beyond_torch(group, own, own_grads, own_states)
             if wrong is not None:
                 raise RuntimeError(
                     "complex parameters and differentiable=True are left to torch's own code, which has neither "
                     "stochastic rounding, nor master weights, nor moments of another dtype than the parameter's; give "
-                    f"{names[wrong]} to a group without them"
+                    f"{self._parameter_names()[wrong]} to a group without them"
                 )
         grad_scale, found_inf = self._loss_scaling()
         max_norm, norm_type = clipping_of_step(self)
@@ -293,7 +292,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
                 check_dtype(param, names[param])
             reason = why_not_kernels(param, group)
             if self._own_state[param]:
-                check_state(param, grad, group, self._own_state[param], names[param])
+                refuse(why_unfit_state(param, grad, group, self._own_state[param]), names[param])
             self._ensure_state(param, group, for_kernels=reason is None)
             if reason is None:
                 indices.append(index)

@@ -25,7 +25,7 @@ from optim_kernels._optimizers.adamw_paths import NOT_YET_THERE, why_not_stored
 from optim_kernels._optimizers.adamw_state import NEEDED, laid_out, zero_state
 from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
 from optim_kernels._optimizers.explaining import launches_line, text_table
-from optim_kernels._optimizers.fitting import check_all_there, check_fit
+from optim_kernels._optimizers.fitting import refuse, what_is_missing, why_unfit
 from optim_kernels._optimizers.group_clipping import check_clipping, check_here, clipping_of_step, norm_and_factor
 from optim_kernels._optimizers.kinds import completed_group
 from optim_kernels._optimizers.muon_base import MuonOptimizer
@@ -151,14 +151,7 @@ class TritonMuonAdamW(MuonOptimizer):
             adamw_groups, params, grads, self._state_to_check(), known=self._adamw, prepare=prepare
         )
         self._adamw = adamw
-        if adamw.with_torch:
-            names = self._parameter_names()
-            for _, indices, own in adamw.with_torch:
-                for index, p in zip(indices, own):
-                    grad, state = grads[index], self._own_state[p]
-                    assert grad is not None
-                    check_all_there(state, NEEDED, names[p])
-                    check_fit(p, grad, state, NEEDED, names[p])
+        adamw.refuse_unfit(grads, _why_unfit, self._parameter_names)
         if adamw.kernels is not None:
             adamw.kernels.get_ready(
                 adamw_groups, seen, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor
@@ -216,7 +209,7 @@ class TritonMuonAdamW(MuonOptimizer):
                 raise RuntimeError(f"AdamW takes dense gradients, got {grad.layout} for {names[p]}; make it dense")
             # checked here too: when its group was added, it may have been frozen, or not in it
             _check_adamw_param(p, names[p])
-            check_fit(p, grad, self._own_state.get(p, {}), NEEDED, names[p])
+            refuse(why_unfit(p, grad, self._own_state.get(p, {}), NEEDED), names[p])
             check_state_in_capture(p, self._own_state, names[p])
             self._ensure_adamw_state(p)
             reason = _why_not_kernels(p, group)
@@ -294,6 +287,10 @@ def _stacked(_: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
 
 def _unstacked(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
     return nanochat.unstack_state(content, optimizer.param_groups)
+
+
+def _why_unfit(p: Tensor, grad: Tensor, _: dict[str, Any], state: dict[str, Any]) -> str | None:
+    return what_is_missing(state, NEEDED) or why_unfit(p, grad, state, NEEDED)
 
 
 def _why_not_kernels(p: Tensor, group: dict[str, Any]) -> str | None:

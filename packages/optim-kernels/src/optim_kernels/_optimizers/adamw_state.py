@@ -20,7 +20,7 @@ from torch import Tensor
 from optim_kernels._dtensors import is_dtensor
 from optim_kernels._optimizers.adamw_codes import FORMATS, encoded, has_codes
 from optim_kernels._optimizers.adamw_options import StateDtype
-from optim_kernels._optimizers.fitting import check_all_there, check_fit, check_masters_kept
+from optim_kernels._optimizers.fitting import what_is_missing, why_no_master, why_unfit
 from optim_kernels._optimizers.storage import (
     MASTERS,
     OWN_MASTER,
@@ -177,12 +177,9 @@ def laid_out(param: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def check_state(param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any], name: str) -> None:
-    """Raise ``ValueError`` unless a step can update the parameter and this state."""
+def why_unfit_state(param: Tensor, grad: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
+    """What keeps a step of the group from updating the parameter and this state; ``None`` if nothing does."""
     used = ("step", *MOMENTS) if group["amsgrad"] else NEEDED
-    check_all_there(state, used, name)
     if group["master_weights"] is None:
-        check_fit(param, grad, state, used, name)
-    else:
-        check_fit(param, grad, state, (*used, *MASTERS), name)
-        check_masters_kept(state, name)
+        return what_is_missing(state, used) or why_unfit(param, grad, state, used)
+    return what_is_missing(state, used) or why_unfit(param, grad, state, (*used, *MASTERS)) or why_no_master(state)

@@ -17,46 +17,73 @@ from optim_kernels._dtensors import local
 from optim_kernels._optimizers.storage import MASTERS
 from optim_kernels.functional._lists import description, has_overlaps
 
+# stands for what a state lacks, since None is a value that it may have
+_MISSING = object()
 
-def check_fit(param: Tensor, grad: Tensor, state: Mapping[str, Any], keys: Sequence[str], name: str) -> None:
-    """Raise ``ValueError`` unless a step can update ``param`` and what ``state`` has under ``keys``.
+
+def why_unfit(param: Tensor, grad: Tensor, state: Mapping[str, Any], keys: Sequence[str]) -> str | None:
+    """What keeps a step from updating ``param`` and what ``state`` has under ``keys``; ``None`` if nothing does.
+
+    Every step in plain torch asks this of every parameter, so words are made only where something is wrong.
 
     Args:
         keys: what the step uses of the state: its count, ``"step"``, and entries of the parameter's shape. Those that
             ``state`` lacks are skipped.
     """
-    own = local(param)
+    own, grad = local(param), local(grad)
+    shape, device = own.shape, own.device
     if has_overlaps(own):
-        raise ValueError(
-            f"{name}, {description(own)}, has several elements at one place in memory, so it cannot be updated; give "
-            "it memory of its own: param.data = param.data.clone(memory_format=torch.contiguous_format)"
+        return (
+            f"{description(own)}, it has several elements at one place in memory; give it memory of its own: "
+            "param.data = param.data.clone(memory_format=torch.contiguous_format)"
         )
-    _check_like(own, local(grad), f"the gradient of {name}", "call zero_grad() where a parameter changes")
+    if grad.shape != shape or grad.device != device:
+        return f"its gradient is {_place(grad)}, but it is {_place(own)}; call zero_grad() where a parameter changes"
     for key in keys:
-        if key not in state:
+        value = state.get(key, _MISSING)
+        if value is _MISSING:
             continue
-        value, of = state[key], f"{key} of {name}"
         if key == "step":
-            _check_count(value, of)
-        elif not isinstance(value, Tensor):
-            raise ValueError(f"{of} must be a tensor, got {value!r}; delete the state of this parameter to start anew")
-        else:
-            here = local(value)
-            _check_like(own, here, of, "convert it, or delete the state of this parameter to start anew")
-            if has_overlaps(here):
-                raise ValueError(f"{of}, {description(here)}, has several elements at one place; give its contiguous()")
-            if key not in MASTERS and not (value.is_floating_point() or (own.is_complex() and value.is_complex())):
-                raise ValueError(f"{of} must be of a floating dtype, got {value.dtype}; convert it")
+            if not _is_count(value):
+                return f"its step must be a 0-d tensor that counts steps, got {_words(value)}; torch.tensor(0.0) does"
+            continue
+        if not isinstance(value, Tensor):
+            return f"its {key} must be a tensor, got {value!r}; delete its state to start anew"
+        here = local(value)
+        if here.shape != shape or here.device != device:
+            return (
+                f"its {key} is {_place(here)}, but it is {_place(own)}; convert it, or delete its state to start anew"
+            )
+        if has_overlaps(here):
+            return f"its {key}, {description(here)}, has several elements at one place; give its contiguous()"
+        if key not in MASTERS and not (here.is_floating_point() or (own.is_complex() and here.is_complex())):
+            return f"its {key} must be of a floating dtype, got {here.dtype}; convert it"
+    return None
 
 
-def check_all_there(state: Mapping[str, Any], needed: Sequence[str], name: str) -> None:
-    """Raise ``ValueError`` where a state lacks what a step reads."""
+def what_is_missing(state: Mapping[str, Any], needed: Sequence[str]) -> str | None:
+    """What a step reads and a state lacks, in words; ``None`` if it has all."""
     missing = [key for key in needed if key not in state]
-    if missing:
-        raise ValueError(
-            f"the state of {name} has {sorted(state)}, but needs {' and '.join(missing)} too; add what is missing, or "
-            "delete the state to start anew"
-        )
+    if not missing:
+        return None
+    return (
+        f"its state has {sorted(state)}, but needs {' and '.join(missing)} too; add what is missing, or delete the "
+        "state to start anew"
+    )
+
+
+def why_no_master(state: Mapping[str, Any]) -> str | None:
+    """Which master was cast, as part of a whole state perhaps, and so lost what it is for; ``None`` if none was."""
+    for key, dtype in MASTERS.items():
+        if key in state and state[key].dtype != dtype:
+            return f"its {key} must be {dtype}, got {state[key].dtype}; delete it, and the next step makes it anew"
+    return None
+
+
+def refuse(reason: str | None, name: str) -> None:
+    """Raise ``ValueError`` if there is a reason why the parameter of this name cannot be updated."""
+    if reason is not None:
+        raise ValueError(f"{name} cannot be updated: {reason}")
 
 
 def check_loaded(saved: Any, param: Tensor, keys: Sequence[str], name: str) -> None:
@@ -78,30 +105,21 @@ def check_loaded(saved: Any, param: Tensor, keys: Sequence[str], name: str) -> N
             raise ValueError(f"{of} has no values: it is on meta; load the checkpoint on another device")
     if "step" in saved:
         step, of = saved["step"], f"the loaded step of {name}"
-        _check_count(step, of)
+        if not _is_count(step):
+            raise ValueError(f"{of} must be a 0-d tensor that counts steps, got {_words(step)}")
         # not from a GPU, which would be waited for
         if not (isinstance(step, Tensor) and step.device.type != "cpu") and not float(step) >= 0:
             raise ValueError(f"{of} must be a number of steps, got {float(step)}")
 
 
-def check_masters_kept(state: Mapping[str, Any], name: str) -> None:
-    """Raise ``ValueError`` for a master that was cast, as part of a whole state perhaps, and so lost what it is for."""
-    for key, dtype in MASTERS.items():
-        if key in state and state[key].dtype != dtype:
-            raise ValueError(
-                f"{key} of {name} must be {dtype}, got {state[key].dtype}; delete it, and the next step makes it anew"
-            )
+def _is_count(step: Any) -> bool:
+    """Whether this counts the steps of one parameter: a number, or a tensor of one."""
+    return step.numel() == 1 if isinstance(step, Tensor) else isinstance(step, Real)
 
 
-def _check_count(step: Any, of: str) -> None:
-    if not (step.numel() == 1 if isinstance(step, Tensor) else isinstance(step, Real)):
-        got = description(step) if isinstance(step, Tensor) else repr(step)
-        raise ValueError(f"{of} must be a 0-d tensor that counts steps, got {got}; torch.tensor(0.0) counts anew")
+def _words(value: Any) -> str:
+    return description(value) if isinstance(value, Tensor) else repr(value)
 
 
-def _check_like(param: Tensor, value: Tensor, of: str, remedy: str) -> None:
-    if value.shape != param.shape or value.device != param.device:
-        raise ValueError(
-            f"{of} is of shape {tuple(value.shape)} on {value.device}, but the parameter of shape "
-            f"{tuple(param.shape)} on {param.device}; {remedy}"
-        )
+def _place(tensor: Tensor) -> str:
+    return f"of shape {tuple(tensor.shape)} on {tensor.device}"

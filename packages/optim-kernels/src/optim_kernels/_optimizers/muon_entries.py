@@ -11,7 +11,7 @@ from torch import Tensor
 
 from optim_kernels._dtensors import local, spread_as
 from optim_kernels._impl import PLAIN_TYPES
-from optim_kernels._optimizers.fitting import check_fit
+from optim_kernels._optimizers.fitting import refuse, why_unfit
 from optim_kernels._optimizers.muon_options import check_choices, check_param, ns_config_of, rule_of, view_of
 from optim_kernels._optimizers.storage import (
     MASTERS,
@@ -118,7 +118,7 @@ def entries_of(
             continue
         check_param(p, group, names[p])
         view = view_of(p, group, place, names[p])
-        check_fit(p, grad, state.get(p, {}), used, names[p])
+        refuse(why_unfit(p, grad, state.get(p, {}), used), names[p])
         check_state_in_capture(p, state, names[p])
         init_state(p, view, group, state[p])
         if group["impl"] == "triton":
