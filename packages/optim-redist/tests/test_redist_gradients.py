@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from math import prod
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from optim_redist import (
 )
 from optim_redist.gradients import GradientRule, dual, way_back
 from optim_redist.shares import put_back, shared_out
+from optim_utils import MOMENT8, quantize
 from optim_utils.testing import run_ranks
 
 RULES: tuple[GradientRule, ...] = ("replicate", "adjoint")
@@ -321,6 +323,16 @@ def _values_that_are_more(rank: int, world: int) -> None:
                     redistribute_many({"w": (dual_tensor, (4, 4), rows, target)})
             # without a tangent, it is a tensor like any other
             assert torch.equal(moved(mine), torch.ones(target.local_shape((4, 4), rank)))
+        low_bit, words = quantize(mine, MOMENT8), "is a LowBitTensor, which is made of other tensors"
+        with pytest.raises(UnsupportedError, match=f"source tensor {words}"):
+            moved(low_bit)
+        with pytest.raises(UnsupportedError, match=f"'w' {words}"):
+            redistribute_many({"w": (low_bit, (4, 4), rows, target)})
+        with pytest.raises(UnsupportedError, match=f"out tensor {words}"):
+            redistribute_local(mine, (4, 4), rows, target, out=low_bit)
+        with warnings.catch_warnings(action="ignore"), pytest.raises(UnsupportedError, match="tensor is nested"):
+            # torch warns that this kind of tensor is a prototype
+            moved(torch.nested.nested_tensor([mine[0], mine[1]]))
         start = mine.clone().requires_grad_()
         result = moved(start)
         with pytest.raises(UnsupportedError, match=r"source tensor is torch\.sparse_coo, .*; give \.to_dense\(\)"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,11 +17,13 @@ def waited_for(tensor: Tensor | None) -> Tensor | None:
 
     Until it is waited for, such a result is a wrapper without memory of its own to read in place or to give up.
     """
+    return cast(Any, tensor).wait() if _is_arriving(tensor) else tensor
+
+
+def _is_arriving(tensor: Tensor | None) -> bool:
     # there is no such tensor unless its class has been imported
     package = sys.modules.get("torch.distributed._functional_collectives")
-    if package is not None and isinstance(tensor, package.AsyncCollectiveTensor):
-        return cast(Tensor, tensor.wait())
-    return tensor
+    return package is not None and isinstance(tensor, package.AsyncCollectiveTensor)
 
 
 def refuse_other_than_values(tensor: Tensor | None, what: str) -> None:
@@ -29,13 +31,16 @@ def refuse_other_than_values(tensor: Tensor | None, what: str) -> None:
 
     Raises:
         LayoutError: for a DTensor, whose shape is that of the whole tensor, not of the rank's part that is needed.
-        UnsupportedError: for what is no tensor, sparse tensors, those inside of transforms of torch.func, which stand
-            for several tensors, and those with a tangent of forward-mode differentiation.
+        UnsupportedError: for what is no tensor, sparse and nested tensors, those that are made of other tensors, as
+            low-bit tensors are, those inside of transforms of torch.func, which stand for several tensors, and those
+            with a tangent of forward-mode differentiation.
     """
     if tensor is None:
         return
     if not isinstance(tensor, Tensor):
         raise UnsupportedError(f"{what} is a {type(tensor).__name__}, this takes a torch.Tensor or None")
+    if tensor.is_nested:
+        raise UnsupportedError(f"{what} is nested, of tensors of several shapes; move each of them")
     if tensor.layout is not torch.strided:
         raise UnsupportedError(f"{what} is {tensor.layout}, and only strided tensors move; give .to_dense()")
     functorch = torch._C._functorch
@@ -54,6 +59,11 @@ def refuse_other_than_values(tensor: Tensor | None, what: str) -> None:
     package = sys.modules.get("torch.distributed.tensor")
     if package is not None and isinstance(tensor, package.DTensor):
         raise LayoutError(f"{what} is a DTensor, this takes its part: give .to_local(), or the DTensor to redistribute")
+    if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__") and not _is_arriving(tensor):
+        raise UnsupportedError(
+            f"{what} is a {type(tensor).__name__}, which is made of other tensors and has no memory of its own: move "
+            "these, or what its values are as a plain tensor"
+        )
 
 
 def refuse_other_kinds(**options: tuple[object, type]) -> None:
