@@ -124,9 +124,9 @@ def plan(
         budget: states that the search for sequences of collectives may expand; with 0 only ``planners`` can ask for it.
         partial_init: how a reduction begins that is pending in the target and was not in the source. With "owner" the
             ranks at coordinate 0 of its axis get the value and the others the identity, so that it comes back bit for
-            bit. With "divide", DTensor's way, each of the n ranks along the axes of sums gets value / n, rounded: for
-            sums, and averages beside them, of float16, bfloat16, float32 and float64. Then every rank needs the value.
-            Averages always begin as copies of the value.
+            bit, and a NaN as some NaN. With "divide", DTensor's way, each of the n ranks along the axes of sums gets
+            value / n, rounded: for sums, and averages beside them, of float16, bfloat16, float32 and float64. Then
+            every rank needs the value. Averages always begin as copies of the value.
 
     Raises:
         LayoutError: if a layout does not fit the shape, or is no ``Layout``.

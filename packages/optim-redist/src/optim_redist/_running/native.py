@@ -32,6 +32,7 @@ from optim_redist._running.collectives import Team, Waitable
 from optim_redist._running.copies import Copies
 from optim_redist._running.message import LOCAL, Message
 from optim_redist._running.one_buffer import CARRIED, Outgoing
+from optim_redist._running.reduction import as_reals
 from optim_redist._running.views import FLAT, Form, flat_bytes
 from optim_redist.index_sets import aligned_runs
 from optim_redist.problem import Problem
@@ -110,7 +111,7 @@ class NativeReduction:
     def _divide(self, target: Tensor, buffer: Tensor) -> None:
         """``buffer``: what the collective uses until then."""
         if self.scale != 1:
-            target.div_(self.scale)
+            as_reals(target).div_(self.scale)
 
     def _outgoing(self, x: Tensor) -> Outgoing:
         form = tuple(x.shape), x.stride()

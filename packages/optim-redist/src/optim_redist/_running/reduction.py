@@ -28,9 +28,23 @@ if TYPE_CHECKING:
     from optim_redist._running.rank_program import RankPhase
     from optim_redist._running.views import View
 
+
+def as_reals(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs of their parts, in the same memory; any other tensor itself.
+
+    torch adds and divides complex numbers by multiplying them, so that inf + 0i becomes inf + NaN i, and -0 becomes 0.
+    """
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _add(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    torch.add(as_reals(a), as_reals(b), out=as_reals(out))
+    return out
+
+
 _COMBINE: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "avg": torch.add,
+    "sum": _add,
+    "avg": _add,
     "min": torch.minimum,
     "max": torch.maximum,
     "product": torch.mul,
@@ -123,7 +137,7 @@ class Reduction:
             finished = [(box, total)]
         for target, region in finished:
             if self.scale != 1:
-                region.div_(self.scale)
+                as_reals(region).div_(self.scale)
             if total is not box:
                 target.copy_(region)
 
@@ -189,7 +203,8 @@ def _around(pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
 def fill_identity(dst: Tensor, op: str) -> None:
     """Fill with the identity of ``op``, the value that changes nothing when it is combined."""
     if op in ("sum", "avg"):
-        dst.zero_()
+        # adding 0 would turn -0 into 0, adding -0 turns nothing; types without it have 0 in its place
+        dst.fill_(complex(-0.0, -0.0) if dst.dtype.is_complex else -0.0 if dst.dtype.is_floating_point else 0)
     elif op == "product":
         dst.fill_(1)
     else:
