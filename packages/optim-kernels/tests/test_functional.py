@@ -324,6 +324,8 @@ def test_numbers_that_must_be_tensors_are_refused_by_name(name: str, impl: Any) 
             take(0.5)
         with pytest.raises(ValueError, match=rf"^{name} must be a 0-d tensor, one number .* got shape \(2,\)"):
             take(torch.ones(2, device=DEVICE))
+        with pytest.raises(ValueError, match=rf"^{name} must be a real number, got torch\.complex64"):
+            take(torch.tensor(1j, dtype=torch.complex64, device=DEVICE))
     assert all(torch.equal(x, torch.ones_like(x)) for (x,) in tensors)
 
 

@@ -258,12 +258,22 @@ def test_what_a_missing_gradient_means_the_variant_says(group: dict[str, Any], m
         ({"kind": "adamw", "betas": (0.9, 1.0)}, "Invalid beta parameter at index 1: 1.0"),
         ({"kind": "adamw", "weight_decay": -1.0}, "Invalid weight_decay value: -1.0"),
         ({"kind": "muon"}, "AdamW"),
+        ({"kind": "adamw", "use_muon": True}, "kind='adamw', but use_muon=True; leave one of them out"),
+        ({"use_muon": [1]}, "each group needs kind='muon' or 'adamw'"),
     ],
-    ids=["none", "unknown", "bad eps", "bad lr", "bad beta", "bad decay", "vector to muon"],
+    ids=["none", "unknown", "bad eps", "bad lr", "bad beta", "bad decay", "vector to muon", "both", "no switch"],
 )
 def test_bad_groups(group: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TritonMuonAdamW([{"params": [nn.Parameter(torch.ones(4))], **group}])
+
+
+def test_a_list_is_no_group() -> None:
+    p = nn.Parameter(torch.ones(4))
+    optimizer = TritonMuonAdamW([{"kind": "adamw", "params": [p]}])
+    with pytest.raises(TypeError, match="param_group must be a dict, but got <class 'list'>"):
+        optimizer.add_param_group([nn.Parameter(torch.ones(4))])  # type: ignore[arg-type]
+    assert [group["params"] for group in optimizer.param_groups] == [[p]]
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,8 @@ def check_scalar_tensors(**numbers: Any) -> None:
 
     Raises:
         TypeError: for a Python number.
-        ValueError: for a tensor of several numbers, which plain torch would broadcast along the last dimension.
+        ValueError: for a tensor of several numbers, which plain torch would broadcast along the last dimension, or a
+            complex one.
     """
     for name, number in numbers.items():
         if number is None:
@@ -48,6 +49,8 @@ def check_scalar_tensors(**numbers: Any) -> None:
             raise ValueError(
                 f"{name} must be a 0-d tensor, one number for all gradients, got shape {tuple(number.shape)}"
             )
+        if number.is_complex():
+            raise ValueError(f"{name} must be a real number, got {number.dtype}")
 
 
 def check_switches(**switches: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, Literal
 
 from optim_kernels._optimizers.muon_options import variant_options
@@ -25,14 +25,21 @@ def kind_of(group: Mapping[str, Any]) -> Kind:
     """Which update a group asks for, by its ``kind`` or Keller Jordan's ``use_muon``.
 
     Raises:
-        ValueError: it has neither, or another kind.
+        TypeError: it is no group, but a list of parameters, say.
+        ValueError: it has neither, or another kind, or both and they differ.
     """
-    kind = group.get("kind", {True: "muon", False: "adamw"}.get(group.get("use_muon", ...)))
+    if not isinstance(group, Mapping):
+        raise TypeError(f"param_group must be a dict, but got {type(group)}; give it a kind and its params")
+    use_muon = group.get("use_muon")
+    by_switch = {True: "muon", False: "adamw"}.get(use_muon) if isinstance(use_muon, Hashable) else None
+    kind = group.get("kind", by_switch)
     if kind not in ("muon", "adamw"):
         raise ValueError(
             f"each group needs kind='muon' or 'adamw' (or use_muon), got kind={kind!r}; "
             "optim_utils.route_parameters(model).param_groups() makes such groups"
         )
+    if by_switch not in (None, kind):
+        raise ValueError(f"a group has kind={kind!r}, but use_muon={use_muon!r}; leave one of them out")
     found: Kind = kind
     return found
 
