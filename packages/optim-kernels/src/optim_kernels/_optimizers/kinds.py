@@ -31,7 +31,8 @@ def kind_of(group: Mapping[str, Any]) -> Kind:
     if not isinstance(group, Mapping):
         raise TypeError(f"param_group must be a dict, but got {type(group)}; give it a kind and its params")
     use_muon = group.get("use_muon")
-    by_switch = {True: "muon", False: "adamw"}.get(use_muon) if isinstance(use_muon, Hashable) else None
+    switch: dict[Hashable, str] = {True: "muon", False: "adamw"}
+    by_switch = switch.get(use_muon) if isinstance(use_muon, Hashable) else None
     kind = group.get("kind", by_switch)
     if kind not in ("muon", "adamw"):
         raise ValueError(
