@@ -523,6 +523,9 @@ def test_a_plan_that_somebody_damaged(capsys, tmp_path):
         ({"stages": None}, "plan.json: the JSON of a plan is damaged: TypeError"),
         ({"peak_bytes": "64"}, "a plan's peak_bytes is a number, got '64'"),
         ({"memory_limit": []}, "a plan's memory_limit is a number, got []"),
+        ({"donate": "no"}, "a plan's donate is true or false, got 'no'"),
+        ({"deterministic": None}, "a plan's deterministic is true or false, got None"),
+        ({"planner": 3}, "a plan's planner is a name, got 3"),
         ({"shape": [8.0, 8]}, "sizes must be integers, got 8.0"),
         ({"stages": [{**stage, "rounds": 0}]}, "a stage runs in one round or more, got 0"),
         (

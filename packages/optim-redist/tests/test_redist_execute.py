@@ -207,6 +207,27 @@ def test_a_source_that_torch_cannot_free_is_not_donated() -> None:
     assert moved.tolist() == [0.0] * 4
 
 
+@pytest.mark.parametrize("wrap", [lambda tensor: tensor, torch.nn.Parameter], ids=["tensor", "parameter"])
+def test_what_has_no_memory_any_more_is_refused(wrap: Any) -> None:
+    one, two = Layout(Mesh(1), [None]), Layout(Mesh(2), [None])
+    given, here = wrap(torch.ones(4)), torch.ones(4)
+    given.untyped_storage().resize_(0)  # as donating does, and FSDP
+    for donate in (False, True):
+        with (
+            torch.no_grad(),
+            pytest.raises(LayoutError, match="rank 0: the source tensor has no memory: it was donated"),
+        ):
+            redistribute_local(given, (4,), one, one, donate=donate)
+        with pytest.raises(LayoutError, match="rank 0: 'w' has no memory: it was donated"):
+            redistribute_many({"w": (given, (4,), one, one)}, donate=donate)
+    with pytest.raises(LayoutError, match="rank 1: the source tensor has no memory: it was donated"):
+        simulate(plan((4,), torch.float32, two, two), [here, given])
+    with pytest.raises(LayoutError, match="rank 0: the out tensor has no memory: it was donated"):
+        redistribute_local(here, (4,), one, one, out=given.detach())
+    # what has no elements needs none
+    assert redistribute_local(here[:0], (0,), one, one).shape == (0,)
+
+
 def test_pending_conjugation_and_negation_are_resolved() -> None:
     mesh = Mesh(2)
     z = torch.complex(_numbered((2, 2)).float(), _numbered((2, 2)).float() + 4).conj()

@@ -132,7 +132,8 @@ def from_dtensor(dtensor: DTensor, *, strided: StridedReading = "replay") -> Lay
             other = "ordered" if strided == "replay" else "replay"
             raise LayoutError(
                 f"rank {rank}: the local tensor has shape {found}, but {tuple(dtensor.placements)} of "
-                f"{tuple(dtensor.shape)} gives {expected}; if it holds a _StridedShard try strided={other!r}, if it "
+                f"{tuple(dtensor.shape)} gives {expected}; if it holds a _StridedShard, read it by "
+                f"Layout.from_dtensor(…, strided={other!r}) and give the part to redistribute_local; if it "
                 "was built from uneven parts describe it with Ragged"
             )
     return layout

@@ -20,6 +20,7 @@ from optim_redist._recent import Recent
 from optim_redist._running import collectives
 from optim_redist._running.collectives import Waitable
 from optim_redist._running.given import (
+    refuse_freed,
     refuse_other_kinds,
     refuse_other_than_values,
     refuse_undonatable,
@@ -215,6 +216,7 @@ def redistribute_many(
             raise LayoutError(
                 f"rank {program.rank}: {name!r} has local shape {found}, its source layout says {stage.src_shape}"
             )
+        refuse_freed(tensor, f"rank {program.rank}: {name!r}")
     _check_devices(program.rank, names, tensors)
     program.check_resolving(tensors)
     if donate:

@@ -187,6 +187,12 @@ class Plan:
             value = found[field]
             if not isinstance(value, Real) and not (field == "memory_limit" and value is None):
                 raise RedistError(f"a plan's {field} is a number, got {value!r}")
+        for field in ("donate", "deterministic"):
+            if not isinstance(found[field], bool):
+                raise RedistError(f"a plan's {field} is true or false, got {found[field]!r}")
+        for field in ("model", "planner"):
+            if not isinstance(found[field], str):
+                raise RedistError(f"a plan's {field} is a name, got {found[field]!r}")
         check_partial_init(found["partial_init"])
         return cls(
             **{

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from optim_redist.errors import LayoutError, UnsupportedError
 
@@ -130,8 +131,21 @@ def extent(tensor: Tensor) -> tuple[int, int] | None:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
+def refuse_freed(tensor: Tensor | None, what: str) -> None:
+    """Raise LayoutError for a tensor whose memory is gone; reading it would end the process."""
+    # other types of tensors need no storage of their own
+    if tensor is None or type(tensor) not in (Tensor, Parameter) or tensor.is_meta:
+        return
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        raise LayoutError(
+            f"{what} has no memory: it was donated before, or its owner has freed it, as FSDP does with gathered "
+            "parameters; give a tensor that has its values"
+        )
+
+
 def refuse_undonatable(tensor: Tensor, what: str) -> None:
     """Raise LayoutError for a tensor whose memory is also another's, or is not torch's to free."""
+    refuse_freed(tensor, what)
     storage = tensor.untyped_storage()
     if storage.nbytes() != tensor.numel() * tensor.element_size():
         raise LayoutError(

@@ -13,6 +13,7 @@ from optim_redist._methods.packed import packed_peak
 from optim_redist._running.given import (
     extent,
     is_pending,
+    refuse_freed,
     refuse_other_than_values,
     refuse_undonatable,
     refuse_unwritable,
@@ -80,6 +81,7 @@ class Refusals:
             raise LayoutError(f"rank {self._rank}: the {what} tensor has shape {found}, its layout says {expected}")
         if tensor is not None and tensor.dtype != self._dtype:
             raise LayoutError(f"rank {self._rank}: the {what} tensor is {tensor.dtype}, the plan is for {self._dtype}")
+        refuse_freed(tensor, f"rank {self._rank}: the {what} tensor")
 
 
 def excess_of_out(plan: Plan) -> int:
