@@ -276,6 +276,11 @@ def test_outs_that_do_not_fit_are_refused_before_one_is_written() -> None:
         newton_schulz([torch.ones(3, 4)] * 2, out=[first, torch.zeros(4, 3)])
     with pytest.raises(TypeError, match="out must be a tensor for each x, got NoneType"):
         newton_schulz([torch.ones(3, 4)] * 2, out=[first, None])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"out has several elements at one place, strides \(0, 1\)"):
+        newton_schulz([torch.ones(3, 4)] * 2, out=[first, torch.zeros(1, 4).expand(3, 4)])
+    # it would hold zeros
+    with pytest.raises(ValueError, match=r"out must be of a floating dtype, .* got torch\.int64"):
+        newton_schulz([torch.ones(3, 4)] * 2, out=[first, torch.zeros(3, 4, dtype=torch.int64)])
     assert not first.any()
 
 

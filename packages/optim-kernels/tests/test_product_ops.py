@@ -263,6 +263,8 @@ def test_bad_operands() -> None:
         mk.matmul_add(x, torch.randn(4, 2).double())
     with pytest.raises(ValueError, match="out has shape"):
         mk.gram(x, out=torch.empty(2, 2))
+    with pytest.raises(ValueError, match=r"out must be of a floating dtype, got torch\.int32"):
+        mk.gram(x, out=torch.empty(3, 3, dtype=torch.int32))
     # torch would repeat it, kernels would read beyond it
     with pytest.raises(ValueError, match=r"c must have the shape of the product, \(3, 2\), got \(1, 2\)"):
         mk.matmul_add(x, torch.randn(4, 2), c=torch.randn(1, 2))

@@ -22,7 +22,7 @@ from torch import Tensor
 from optim_kernels import reference
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._options import check_scalar_tensors
-from optim_kernels.functional._lists import has_overlaps
+from optim_kernels.multi_tensor import has_overlaps
 
 __all__ = [
     "clip_factor",

@@ -296,6 +296,13 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def has_overlaps(tensor: Tensor) -> bool:
+    """Whether elements of a tensor share their place in memory, as in one that is expanded; it cannot be written."""
+    if tensor.layout != torch.strided or tensor.is_contiguous():
+        return False
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape))
+
+
 def sharing_memory(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
     """The places of two tensors of which one begins inside the other; one with gaps counts as its first element."""
     spans = []

@@ -42,6 +42,7 @@ from optim_kernels._newton_schulz.config import (
 )
 from optim_kernels._newton_schulz.direct_calls import can_compute_directly, is_transformed
 from optim_kernels._newton_schulz.iterations import TorchProducts, iterate, normalize, without_autocast
+from optim_kernels.multi_tensor import has_overlaps
 from optim_kernels.reference.newton_schulz import frobenius_norm
 
 __all__ = [
@@ -113,8 +114,8 @@ def newton_schulz(
 
     Differentiable; the gradient is that of the standard iteration in fp32 (fp64 for fp64 input), whatever the forward
     used. The row factors of ``"aol4"`` have no gradient: the backward pass raises. ``torch.func`` transforms it too
-    (``vmap``, ``grad``), forward mode (``jvp``) excepted. ``out`` (same shape, any dtype and strides) receives the
-    result.
+    (``vmap``, ``grad``), forward mode (``jvp``) excepted. ``out`` (same shape, any floating dtype and strides) receives
+    the result.
 
     A list gives a list. On CUDA its matrices of one shape run as a batch where that is faster; their results are views
     of one tensor.
@@ -153,6 +154,10 @@ def _checked_out(out: Any, result: Tensor) -> Tensor:
         raise TypeError(f"out must be a tensor for each x, got {type(out).__name__}")
     if out.shape != result.shape:
         raise ValueError(f"out has shape {tuple(out.shape)} for x of shape {tuple(result.shape)}")
+    if not out.is_floating_point():
+        raise ValueError(f"out must be of a floating dtype, which holds numbers below 1, got {out.dtype}")
+    if has_overlaps(out):
+        raise ValueError(f"out has several elements at one place, strides {out.stride()} for shape {tuple(out.shape)}")
     return out
 
 

@@ -202,4 +202,6 @@ def _into(out: Tensor | None, result: Tensor) -> Tensor:
         return result
     if out.shape != result.shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, the result {tuple(result.shape)}")
+    if not out.is_floating_point():
+        raise ValueError(f"out must be of a floating dtype, got {out.dtype}")
     return out.copy_(result)

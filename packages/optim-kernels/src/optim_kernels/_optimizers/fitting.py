@@ -15,7 +15,8 @@ from torch import Tensor
 
 from optim_kernels._dtensors import local
 from optim_kernels._optimizers.storage import MASTERS
-from optim_kernels.functional._lists import description, has_overlaps
+from optim_kernels.functional._lists import description
+from optim_kernels.multi_tensor import has_overlaps
 
 # stands for what a state lacks, since None is a value that it may have
 _MISSING = object()

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_kernels.multi_tensor import sharing_memory
-from optim_utils.low_bit import LowBitTensor
+from optim_kernels.multi_tensor import has_overlaps, sharing_memory
 
 
 def check_lengths(count: int, of: str, **lists: Sequence[Any] | None) -> None:
@@ -101,14 +100,6 @@ def check_writable(**lists: Sequence[Tensor | None] | None) -> None:
                 raise ValueError(
                     f"{name}[{i}], {description(tensor)}, has several elements at one place; give its contiguous()"
                 )
-
-
-def has_overlaps(tensor: Tensor) -> bool:
-    """Whether elements of a tensor share their place in memory, as in one that is expanded."""
-    # codes have a memory of their own, and no strides
-    if isinstance(tensor, LowBitTensor) or tensor.layout != torch.strided or tensor.is_contiguous():
-        return False
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape))
 
 
 def check_apart(params: Sequence[Tensor]) -> None:
