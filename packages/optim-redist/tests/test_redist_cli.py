@@ -501,7 +501,7 @@ def test_pictures_in_files(capsys, tmp_path):
         (
             '{"format": "optim-redist.examples/1", "redistributions": [{"id": "one", "shape": [2], "mesh": "x", '
             '"src": {"map": [[0]], "block": [1]}}]}',
-            "plan.json is damaged: ValueError: invalid literal for int()",
+            "plan.json is damaged: ValueError: processor_mesh has whole numbers as sizes, got 'x'",
         ),
     ],
     ids=["no JSON", "a list", "half a plan", "an example without its name", "an example on a text"],

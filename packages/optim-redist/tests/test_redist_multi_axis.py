@@ -43,6 +43,23 @@ def test_empty_or_negative_mesh_is_refused(mesh):
         MultiAxisDist(mesh, [[]], 1)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((2.9, 2), [[0]], 1), r"processor_mesh has whole numbers as sizes, got \(2.9, 2\)"),
+        (("x", [[0]], 1), "processor_mesh has whole numbers as sizes, got 'x'"),
+        ((None, [[0]], 1), "processor_mesh has whole numbers as sizes, got None"),
+        (((2, 2), [[0.5]], 1), r"dims_mapping has whole numbers as axes, got \[0.5\]"),
+        (((2, 2), 0, 1), "dims_mapping has one entry for each tensor dimension, got 0"),
+        (((2, 2), [[0]], 1.5), r"block_sizes has whole numbers as lengths, got \[1.5\]"),
+        (((2, 2), [[0]], "1"), r"block_sizes has whole numbers as lengths, got \['1'\]"),
+    ],
+)
+def test_what_is_no_whole_number_is_refused_by_name(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        MultiAxisDist(*arguments)
+
+
 @pytest.mark.parametrize("mesh", [torch.Size([4]), (4,), [4], 4], ids=lambda mesh: type(mesh).__name__)
 def test_mesh_may_be_size_tuple_list_or_int(mesh):
     dist = MultiAxisDist(mesh, ((0,), None), None)

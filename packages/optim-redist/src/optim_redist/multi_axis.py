@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from optim_redist._multi_axis.moves import (
     UNSPLIT,
@@ -28,6 +28,7 @@ from optim_redist._multi_axis.moves import (
     replace_dims,
     split_fits,
     swap_axes,
+    whole_numbers,
 )
 from optim_redist._multi_axis.steps import MoveSet
 
@@ -63,26 +64,27 @@ class MultiAxisDist:
         dims_mapping: Sequence[Sequence[int] | int | None],
         block_sizes: Sequence[int | None] | int | None = None,
     ) -> None:
-        mesh = (processor_mesh,) if isinstance(processor_mesh, int) else tuple(int(size) for size in processor_mesh)
+        mesh = whole_numbers(processor_mesh, "processor_mesh", "sizes")
         if not mesh or min(mesh) < 1:
             raise ValueError(
                 f"processor_mesh must have at least one axis, each of size 1 or more, got {processor_mesh}"
             )
-        mapping = tuple(
-            () if axes is None else (axes,) if isinstance(axes, int) else tuple(int(axis) for axis in axes)
-            for axes in dims_mapping
-        )
+        if not isinstance(dims_mapping, Iterable):
+            raise ValueError(f"dims_mapping has one entry for each tensor dimension, got {dims_mapping!r}")
+        mapping = tuple(() if axes is None else whole_numbers(axes, "dims_mapping", "axes") for axes in dims_mapping)
         used = list(chain.from_iterable(mapping))
         if any(axis not in range(len(mesh)) for axis in used):
             raise ValueError(f"dims_mapping names axes {used}, but the mesh {list(mesh)} has axes 0 to {len(mesh) - 1}")
         if len(set(used)) != len(used):
             raise ValueError(f"dims_mapping uses a mesh axis twice: {mapping}")
-        given = [block_sizes] * len(mapping) if isinstance(block_sizes, int | None) else list(block_sizes)
+        given: list[Any] = [block_sizes] * len(mapping)
+        if isinstance(block_sizes, Iterable) and not isinstance(block_sizes, str):
+            given = list(block_sizes)
         if len(given) != len(mapping):
             raise ValueError(
                 f"block_sizes has {len(given)} entries for {len(mapping)} tensor dimensions; give as many, or one int"
             )
-        blocks = [UNSPLIT if block is None else int(block) for block in given]
+        blocks = whole_numbers([UNSPLIT if block is None else block for block in given], "block_sizes", "lengths")
         if any(block == 0 or block < UNSPLIT for block in blocks):
             raise ValueError(f"block_sizes must be positive, or -1 or None where unset, got {given}")
         stored = (abs(block) if axes else UNSPLIT for axes, block in zip(mapping, blocks))

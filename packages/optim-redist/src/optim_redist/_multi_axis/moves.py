@@ -16,11 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import NamedTuple
+from operator import index
+from typing import Any, NamedTuple
 
 UNSPLIT = -1
 Axes = tuple[int, ...]
 Mapping = tuple[Axes, ...]
+
+
+def whole_numbers(values: Any, argument: str, what: str) -> tuple[int, ...]:
+    """The numbers, or the one number, as ints; a fraction would lose its part behind the point."""
+    try:
+        return tuple(map(index, values)) if isinstance(values, Iterable) else (index(values),)
+    except TypeError:
+        raise ValueError(f"{argument} has whole numbers as {what}, got {values!r}") from None
 
 
 class State(NamedTuple):
