@@ -418,3 +418,26 @@ def test_without_a_process_group(tmp_path):
     checkpoint.load(tmp_path / "saved", other, loaded)
     train([(net, optimizer), (other, loaded)], 0, range(2))
     assert_same(values(net), values(other))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "mixed"])
+def test_a_rate_that_a_schedule_has_left_below_zero_is_none_of_a_new_plans_business(kind):
+    """``LinearLR`` misses 0 by a rounding error; a group that is new may not begin with such a rate."""
+    net = Net("cpu")
+    optimizer = make_optimizer(net, kind, {})
+    for group in optimizer.param_groups:
+        group["lr"] = -4.440892098500625e-19
+    net.layers[1].requires_grad_(False)
+    optimizer.rebuild_plan()
+    # other storage is looked at in the next step
+    for group in optimizer.param_groups:
+        group["master_weights"] = None
+        group["momentum_dtype" if "momentum" in group else "state_dtype"] = torch.float32
+    net(batch(0, 0)).backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = float("nan")
+    with pytest.raises(ValueError, match=r"(?i)learning rate.*nan"):
+        optimizer.rebuild_plan()
+    later = {**optimizer.param_groups[0], "params": [("later", nn.Parameter(torch.ones(4, 4)))], "lr": -4e-19}
+    with pytest.raises(ValueError, match=r"(?i)learning rate.*-4e-19"):
+        optimizer.add_param_group(later)

@@ -143,13 +143,14 @@ class TritonDistAdamW(DistOptimizer):
         defaults |= {key: value for key, value in storage.items() if value is not None}
         super().__init__(params, defaults, options)
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        check_adamw(group)
+    def _check_group(self, group: dict[str, Any], *, stepped: bool = False) -> None:
+        check_adamw(group, stepped=stepped)
 
     def _route_name(self, group: dict[str, Any]) -> RouteName:
         return "adamw"
 
 
-def check_adamw(group: dict[str, Any]) -> None:
-    """Refuse options and parameters that AdamW cannot take."""
-    check_group(group, [name_in_group(group, place) for place in range(len(group["params"]))])
+def check_adamw(group: dict[str, Any], *, stepped: bool = False) -> None:
+    """Refuse options and parameters that AdamW cannot take; ``stepped`` as in ``PlannedOptimizer._check_group``."""
+    names = [name_in_group(group, place) for place in range(len(group["params"]))]
+    check_group(group, names, loaded=stepped)

@@ -132,8 +132,8 @@ class TritonDistMuon(DistOptimizer):
             given["beta2"] = self._beta2
         return {**muon_defaults(group["variant"]), **given, **group}
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        check_muon_group(group)
+    def _check_group(self, group: dict[str, Any], *, stepped: bool = False) -> None:
+        check_muon_group(group, stepped=stepped)
 
     def _route_name(self, group: dict[str, Any]) -> RouteName:
         return "muon"
@@ -142,9 +142,9 @@ class TritonDistMuon(DistOptimizer):
         return muon_views(group)
 
 
-def check_muon_group(group: dict[str, Any]) -> None:
-    """Refuse options and parameters that Muon cannot take."""
-    check_group(group)
+def check_muon_group(group: dict[str, Any], *, stepped: bool = False) -> None:
+    """Refuse options and parameters that Muon cannot take; ``stepped`` as in ``PlannedOptimizer._check_group``."""
+    check_group(group, loaded=stepped)
     for place, parameter in enumerate(group["params"]):
         check_param(parameter, group, name_in_group(group, place))
 

@@ -46,11 +46,11 @@ class TritonDistMuonAdamW(DistOptimizer):
         group = completed_group(group, variant=self._variant, maximize=self.defaults["maximize"])
         return {"amsgrad": False, **group} if group["kind"] == "adamw" else group
 
-    def _check_group(self, group: dict[str, Any]) -> None:
+    def _check_group(self, group: dict[str, Any], *, stepped: bool = False) -> None:
         if group["kind"] == "muon":
-            check_muon_group(group)
+            check_muon_group(group, stepped=stepped)
         else:
-            check_adamw(group)
+            check_adamw(group, stepped=stepped)
 
     def _route_name(self, group: dict[str, Any]) -> RouteName:
         route: RouteName = group["kind"]

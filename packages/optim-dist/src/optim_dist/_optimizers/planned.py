@@ -73,8 +73,13 @@ class PlannedOptimizer(LiveOptimizer):
         """The group, with defaults that depend on its kind or variant."""
         return group
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        """Refuse hyperparameters that make no sense."""
+    def _check_group(self, group: dict[str, Any], *, stepped: bool = False) -> None:
+        """Refuse hyperparameters that make no sense.
+
+        Args:
+            stepped: whether schedules may have changed the numbers since the optimizer was built; a learning rate may
+                then be below 0, as ``LinearLR`` misses 0 by a rounding error.
+        """
 
     def _connect(self) -> None:
         """Make the plan for the groups as they are and, over several ranks, move parameters into buckets."""
@@ -180,7 +185,7 @@ class PlannedOptimizer(LiveOptimizer):
             step_checks.check_listed(self.param_groups, self._listed)
             self._planned_views.check(self.param_groups, self._views)
             for group in self.param_groups:
-                self._check_group(group)
+                self._check_group(group, stepped=True)
             self._bucketed.check_pointers()
             step_checks.check_no_gradients(
                 construction.names_of(self.param_groups, self._options.model), self.param_groups

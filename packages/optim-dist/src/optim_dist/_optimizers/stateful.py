@@ -78,7 +78,7 @@ class StatefulOptimizer(PlannedOptimizer):
         storage = [*map(_storage_options, self.param_groups)]
         if storage != self._storage:
             for group in self.param_groups:
-                self._check_group(group)
+                self._check_group(group, stepped=True)
             self._check_blocks()
             self._complete_ids.clear()
             self._storage = storage

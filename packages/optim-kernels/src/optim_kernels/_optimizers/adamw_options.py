@@ -20,19 +20,20 @@ _ADAMW_SCALARS = ("lr", "betas[0]", "betas[1]", "eps", "weight_decay")
 _SWITCHES = ("amsgrad", "maximize", "stochastic_rounding")
 
 
-def check_group(group: Mapping[str, Any], names: Sequence[str]) -> None:
+def check_group(group: Mapping[str, Any], names: Sequence[str], *, loaded: bool = False) -> None:
     """Refuse options that torch.optim.AdamW refuses, and storage that parameters cannot have; waits for no device.
 
     Args:
         group: options that it leaves out are at their defaults, but for torch's numbers.
         names: of the group's parameters, for errors.
+        loaded: as in `check_adamw_ranges`.
 
     Raises:
         TypeError: something else in place of a number.
         ValueError: a number out of its range, another value than the option has, or a parameter that it is not for.
     """
     check_adamw_scalars(group)
-    check_adamw_ranges(group, of_tensors=False)
+    check_adamw_ranges(group, of_tensors=False, loaded=loaded)
     check_update(group)
     state_dtype, master_weights = group.get("state_dtype"), group.get("master_weights")
     check_formats(state_dtype, master_weights)
