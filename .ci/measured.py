@@ -1,7 +1,8 @@
-"""A pytest plugin for ``coverage run``: what is marked ``slow`` or ``timing`` runs without the tracer.
+"""A pytest plugin for ``coverage run``: the first case of a test is measured, if it is not ``slow`` or ``timing``.
 
-A tracer makes Python slower, which is too much for the former and breaks the limits of the latter. Ranks and other
-processes that tests start are not measured either.
+A tracer makes Python twice as slow. That is too much for slow tests, breaks the limits of those that hold a time, and
+further cases of a test mostly reach what its first has reached. So all tests together reach at least what is reported.
+Ranks and other processes that tests start are not measured either.
 """
 
 import sys
@@ -10,10 +11,14 @@ from collections.abc import Generator
 
 import pytest
 
+_measured: set[str] = set()
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    if not {"slow", "timing"} & item.keywords.keys():
+    test = item.nodeid.partition("[")[0]
+    if test not in _measured and not {"slow", "timing"} & item.keywords.keys():
+        _measured.add(test)
         return (yield)
     tracer, tracer_of_threads = sys.gettrace(), threading.gettrace()
     sys.settrace(None)
