@@ -127,6 +127,7 @@ def test_the_chain_compiles_for_hopper(
     assert "serialized" not in messages
     # addresses of operands stay in uniform registers: four moves a product where ptxas sees warps part (`pairs.rank`)
     assert moves < products
+    # by ptxas as it is: the level of register allocation that Triton 3.9 asks for spills up to 280 bytes
     (spilled,) = re.findall(r"(\d+) bytes spill stores", messages)[-1:]
     # a tile's numbers, between its loops; most with Triton 3.9 (3.8 has 304 bytes of the last)
     assert int(spilled) <= {Ending.STORE: 4, Ending.UPDATE: 52, Ending.SQUARES: 76}[variant[1]]
