@@ -8,9 +8,15 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.prune import random_unstructured
 from torch.utils.flop_counter import FlopCounterMode
 
 from optim_utils import CombinedLinear, combine_linears, join_weight_bias, split_weight_bias, uncombine_linears
+from optim_utils.testing import run_ranks
 
 BIAS = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 LAYOUT = pytest.mark.parametrize(
@@ -334,6 +340,61 @@ def test_a_part_is_loaded_without_strict():
     assert (missing, unexpected) == (["block.proj.weight"], [])
     assert torch.equal(model["block"]["proj"].weight, before)
     assert torch.equal(model["block"]["proj"].bias_vector, torch.full((2,), 9.0))
+
+
+@pytest.mark.parametrize("form", ["combined", "linear"])
+def test_a_parametrized_or_pruned_layer_saves_and_loads_what_torch_keeps_of_it(form):
+    def make() -> nn.Module:
+        torch.manual_seed(3)
+        model = nn.ModuleDict({name: CombinedLinear(3, 2, checkpoint_format=form) for name in ("wn", "pruned")})
+        weight_norm(model["wn"], "combined_weight")
+        random_unstructured(model["pruned"], "combined_weight", amount=0.5)
+        return model
+
+    source, x = make(), torch.randn(4, 3)
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.mul_(2)
+    state = source.state_dict()
+    assert sorted(state) == [
+        "pruned.combined_weight_mask",
+        "pruned.combined_weight_orig",
+        "wn.parametrizations.combined_weight.original0",
+        "wn.parametrizations.combined_weight.original1",
+    ]
+    model = make()
+    assert model.load_state_dict(state) == ([], [])
+    for name in ("wn", "pruned"):
+        assert torch.equal(model[name](x), source[name](x))
+    with pytest.raises(RuntimeError, match=r"""(?s)Missing.*"wn.*original1".*Unexpected.*"wn.weight", "wn.bias"."""):
+        model.load_state_dict({"wn.weight": torch.ones(2, 3), "wn.bias": torch.ones(2)})
+
+
+def test_moving_copying_and_loading_a_parametrized_layer_does_not_compute_its_weight():
+    layer = CombinedLinear(3, 2, align_rows=True, checkpoint_format="linear")
+    spectral_norm(layer, "combined_weight")  # every computation moves its power iteration on
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    twin = copy.deepcopy(layer).double().float()
+    twin.load_state_dict(before)
+    assert all(torch.equal(value, before[name]) for name, value in twin.state_dict().items())
+
+
+def _load_full_states(rank: int, world_size: int) -> None:
+    for is_sharded in (False, True):
+        linear, layer = pair(checkpoint_format="linear")
+        full = {f"0.{name}": value + 1 for name, value in linear.state_dict().items()}
+        model = nn.Sequential(layer)
+        if is_sharded:
+            fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+        set_model_state_dict(model, dict(full), options=StateDictOptions(full_state_dict=True))
+        # a part alone as well
+        model.load_state_dict({"0.bias": full["0.bias"] + 1}, strict=False)
+        found = layer.combined_weight.full_tensor() if is_sharded else layer.combined_weight
+        assert torch.equal(found, join_weight_bias(full["0.weight"], full["0.bias"] + 1)), is_sharded
+
+
+def test_full_states_in_the_form_of_a_linear_load_with_torchs_set_model_state_dict():
+    run_ranks(_load_full_states, 2)
 
 
 def test_a_bias_for_a_layer_without_one_is_unexpected():

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import has_torch_function
 
 from optim_utils._dtensors import is_dtensor
+from optim_utils._state.tensor_fill import sharded_like
 
 _FORMATS = ("combined", "linear")
 # rows that start at multiples of this many bytes let a GEMM load them with its widest instructions
@@ -232,8 +233,17 @@ class CombinedLinear(nn.Module):
             return matrix
         return matrix.new_empty(matrix.shape[0], padded)[:, :columns].copy_(matrix)
 
+    def _has_parameter(self) -> bool:
+        """False if torch has put the parameter elsewhere, as parametrizations and pruning do.
+
+        ``combined_weight`` is then computed, which may change state, as the power iteration of a spectral norm does.
+        """
+        return "combined_weight" in self._parameters
+
     def _restore_layout(self) -> None:
         """Lay the parameter out again after torch has copied it into memory of another layout."""
+        if not self._has_parameter():
+            return
         present = self.combined_weight.data
         laid_out = self._laid_out_if_plain(present)
         if laid_out is not present:
@@ -255,7 +265,7 @@ class CombinedLinear(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.checkpoint_format == "linear":
+        if self.checkpoint_format == "linear" and self._has_parameter():
             combined = destination.pop(prefix + "combined_weight")
             destination[prefix + "weight"], bias = split_weight_bias(combined, self.has_bias)
             if bias is not None:
@@ -272,12 +282,19 @@ class CombinedLinear(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Load either form. If a Linear's form lacks weight or bias, the other one is still loaded if not strict."""
+        arguments = (prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if not self._has_parameter():
+            super()._load_from_state_dict(state_dict, *arguments)
+            return
         combined = prefix + "combined_weight"
         live = {prefix + "weight": self.weight.detach()}
         if self.bias_vector is not None:
             live[prefix + "bias"] = self.bias_vector.detach()
         found = {name: state_dict[name] for name in live if name in state_dict}
         errors = _misfits(found, live)
+        if found and state_dict.get(combined) is self.combined_weight:
+            # torch's set_model_state_dict puts the present parameters beside full states
+            del state_dict[combined]
         if found and combined in state_dict:
             errors.insert(0, f"{combined} and {', '.join(found)} are two forms of the same values: give one of them")
         if errors:
@@ -287,15 +304,16 @@ class CombinedLinear(nn.Module):
             missing_keys += [name for name in live if name not in found]
             for name in found:
                 del state_dict[name]
+            if len(found) < len(live):
+                found = {name: sharded_like(live[name], value) for name, value in found.items()}
             values = live | found
-            state_dict[combined] = join_weight_bias(values[prefix + "weight"], values.get(prefix + "bias"))
+            joined = join_weight_bias(values[prefix + "weight"], values.get(prefix + "bias"))
+            state_dict[combined] = sharded_like(self.combined_weight, joined)
         loaded = state_dict.get(combined)
         if local_metadata.get("assign_to_params_buffers") and isinstance(loaded, Tensor) and loaded.ndim == 2:
             # the loaded tensor becomes the parameter, so it needs the layout of this layer
             state_dict[combined] = self._laid_out_if_plain(loaded)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, *arguments)
 
 
 def _misfits(found: dict[str, object], live: dict[str, Tensor]) -> list[str]:
