@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from optim_redist import (
 )
 from optim_redist._progress import progress
 from optim_redist.benchmarking import matrix_shape
-from optim_redist.cli import joined_ranks, main
+from optim_redist.cli import _parser, _topology, joined_ranks, main
 from optim_redist.cost import curve_from_bus_rates
 from optim_redist.plan_text import crossings, traffic, worst_cut
 from optim_redist.units import format_bytes, format_seconds
@@ -61,6 +62,23 @@ def test_plan_prints_a_table_with_the_bounds(capsys):
     assert "receives" in text.splitlines()[3]
     # 384 elements must enter each node of eight
     assert "at least 768 B" in text
+
+
+def test_help_says_what_every_option_is_and_names_every_model():
+    with pytest.raises(RedistError) as refused:
+        CommModel.preset("?")
+    *presets, _ = re.findall(r"'([\w-]+|\?)'", str(refused.value))
+    commands = next(action.choices for action in _parser()._actions if action.choices)
+    assert list(commands) == ["plan", "explain", "bound", "verify", "calibrate", "bench"]
+    for parser in commands.values():
+        for action in parser._actions:
+            assert action.help, action.option_strings
+            if "--model" in action.option_strings:
+                assert all(name in action.help for name in presets)
+            if "--topology" in action.option_strings:
+                with pytest.raises(RedistError) as refused:
+                    _topology("?", Mesh(4))
+                assert all(form in action.help for form in re.findall(r"flat|nodes:[\w:]+", str(refused.value)))
 
 
 def test_plan_as_json_reads_back(capsys):

@@ -929,12 +929,13 @@ def test_a_started_reduction_comes_back_bit_for_bit_or_is_refused(op: str, dtype
     full = torch.cat([full, torch.tensor([40000.0 if dtype.itemsize > 1 and dtype != torch.int16 else 40.0])]).to(dtype)
     if dtype.is_floating_point:
         full[:2] = torch.tensor([-0.0, 0.0], dtype=dtype)
-    if dtype.is_complex and op == "sum":
-        full[:4] = torch.tensor([complex(a, b) for a in (-0.0, 0.0) for b in (-0.0, 0.0)], dtype=dtype)
+    if dtype.is_complex:
+        parts = (-0.0, 0.0, float("inf"), 2.0)
+        full[:16] = torch.tensor([complex(a, b) for a in parts for b in parts], dtype=dtype)
     for num_ranks in (2, 3, 7):
         whole = Layout(Mesh(num_ranks), [None])
         pending = Layout(whole.mesh, [None], {0: op})
-        refused = dtype == torch.bool or (dtype.is_complex and op in ("min", "max"))
+        refused = dtype == torch.bool or (dtype.is_complex and op in ("min", "max", "product"))
         if refused or (op == "avg" and (not dtype.is_floating_point or dtype == torch.float64)):
             with pytest.raises(UnsupportedError, match=f"cannot start a pending {op} of {str(dtype).split('.')[1]}: "):
                 plan((1000,), dtype, whole, pending)

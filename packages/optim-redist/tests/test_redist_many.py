@@ -15,6 +15,7 @@ from optim_redist import (
     LayoutError,
     Mesh,
     PlanMismatchError,
+    RedistError,
     UnsupportedError,
     many,
     redistribute_local,
@@ -158,14 +159,14 @@ def test_errors_name_the_tensor() -> None:
     with pytest.raises(LayoutError, match="items is a NoneType, this takes a dict or a list of Item"):
         redistribute_many(None)  # type: ignore[call-overload]
     for none in (0, float("nan"), "1MiB"):
-        with pytest.raises(ValueError, match="bucket_bytes must be positive, got "):
+        with pytest.raises(RedistError, match="bucket_bytes must be positive, got "):
             redistribute_many({"b": (torch.zeros(3), (3,), one, one)}, bucket_bytes=none)  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match="src must be a Layout") as caught:
         redistribute_many({"a": (torch.zeros(3), (3,), one, one), "b": (torch.zeros(3), (3,), [one], one)})
     assert caught.value.__notes__ == ["in the plan of 'b'"]
     assert redistribute_many({}) == {}
     assert redistribute_many([]) == []
-    with pytest.raises(ValueError, match="bucket_bytes"):
+    with pytest.raises(RedistError, match="bucket_bytes"):
         redistribute_many([], bucket_bytes=0)
 
 

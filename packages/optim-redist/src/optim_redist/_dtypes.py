@@ -85,9 +85,9 @@ def why_not_combined(op: str, name: str) -> str | None:
 def check_started(ops: Collection[str], name: str, *, divide: bool = False) -> None:
     """Refuse pending reductions of a target that this element type cannot start, or not finish with the same value.
 
-    To start one, one rank gets the value and the others the identity: zeros for a sum, ones for a product, the type's
-    extremum for min and max. An average has no identity; every rank gets the value. With ``divide`` every rank gets an
-    equal part of a sum, which is rounded.
+    To start one, one rank gets the value and the others the identity: negative zeros for a sum, ones for a product, the
+    type's extremum for min and max. An average has no identity; every rank gets the value. With ``divide`` every rank
+    gets an equal part of a sum, which is rounded.
 
     Raises:
         UnsupportedError: names the operation and the type.
@@ -98,6 +98,10 @@ def check_started(ops: Collection[str], name: str, *, divide: bool = False) -> N
             reason = f"{name} has no zero; convert first"
         elif op == "avg" and (name == "float64" or name.startswith("complex")):
             reason = f"averaging equal {name} values rounds, there is no wider type to add them in; use sum"
+        elif op == "product" and name.startswith("complex"):
+            reason = (
+                f"times one, {name} numbers with an infinite part get a NaN in the other, and -0 becomes 0; use sum"
+            )
         elif op == "sum" and divide and name not in _DIVIDED:
             reason = f'partial_init="divide" is for {", ".join(_DIVIDED)}; leave it out'
         if reason:

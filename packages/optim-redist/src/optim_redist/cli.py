@@ -24,6 +24,7 @@ from optim_redist.parsing import parse_layout, parse_mesh
 from optim_redist.plan_text import bounds_lines
 from optim_redist.units import parse_bytes
 
+_MODELS = "h200x4, h200x8, nodes-400g, nccl, flat, or a file of calibrate"
 _EXAMPLES = """examples:
   optim-redist plan --shape 8,8,8,4 --mesh 4,2,4 --src "D_[4,2,4]_|_{(0,1),-,-,-}(1,-,-,-)" \\
                     --dst "[-,1~4,0~2,-]" --topology nodes:axis0 --dtype bf16
@@ -75,18 +76,25 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--limit", type=_count, metavar="N", help="only the first N redistributions")
 
     calibrate = _command(commands, "calibrate", _calibrate, "measure the collectives of this machine (under torchrun)")
-    calibrate.add_argument("--out", type=Path, default=Path("costs.json"), help="where to write the model")
-    calibrate.add_argument("--seconds", type=float, default=60, help="about how long it may take")
+    calibrate.add_argument(
+        "--out", type=Path, default=Path("costs.json"), help="where to write the model (default: costs.json)"
+    )
+    calibrate.add_argument("--seconds", type=float, default=60, help="about how long it may take (default: 60)")
     calibrate.add_argument("--mesh", type=_read(parse_mesh), help="measure groups along the axes of this mesh too")
     calibrate.add_argument("--sizes", type=_read(_sizes), help="bytes per rank, such as 4KiB,1MiB,64MiB")
 
     bench = _command(commands, "bench", _bench, "time moves beside DTensor.redistribute (under torchrun)")
-    bench.add_argument("--against", choices=["dtensor", "none"], default="dtensor")
     bench.add_argument(
-        "--sizes", type=_read(_sizes), default=[64 << 20], help="bytes of the tensors, such as 64MiB,2GiB"
+        "--against", choices=["dtensor", "none"], default="dtensor", help="what to time as well (default: dtensor)"
     )
-    bench.add_argument("--repeats", type=_count, default=9)
-    bench.add_argument("--model", type=_read(_model), help="cost model to plan with: a preset or a file of calibrate")
+    bench.add_argument(
+        "--sizes",
+        type=_read(_sizes),
+        default=[64 << 20],
+        help="bytes of the tensors, such as 64MiB,2GiB (default: 64MiB)",
+    )
+    bench.add_argument("--repeats", type=_count, default=9, help="calls, of which the median is taken (default: 9)")
+    bench.add_argument("--model", type=_read(_model), help=f"cost model to plan with: {_MODELS}")
     bench.add_argument("--out", type=Path, help="write the rows as JSON")
     return parser
 
@@ -111,9 +119,10 @@ def _task_command(commands: Any, name: str, run: Callable[[argparse.Namespace], 
     )
     command.add_argument("--src", required=True, help="the layout it has, in any notation")
     command.add_argument("--dst", required=True, help="the layout it should get, in any notation")
-    command.add_argument("--dtype", default="bf16", help="such as bf16, float32, int8")
+    command.add_argument("--dtype", default="bf16", help="such as bf16 (the default), float32, int8")
     command.add_argument(
-        "--topology", help="flat, nodes:8 (ranks per node) or nodes:axis0 (a mesh axis numbers the nodes)"
+        "--topology",
+        help="flat, nodes:8 (ranks per node), nodes:axis0 or nodes:axis:dp (a mesh axis numbers the nodes)",
     )
     command.add_argument(
         "--partial-init",
@@ -121,7 +130,7 @@ def _task_command(commands: Any, name: str, run: Callable[[argparse.Namespace], 
         default="owner",
         help="how a sum that the target has pending begins: the value at one coordinate, or value / n at each of n",
     )
-    command.add_argument("--model", type=_read(_model), help="cost model: h200x4, h200x8, nodes-400g, flat, or a file")
+    command.add_argument("--model", type=_read(_model), help=f"cost model: {_MODELS}")
     if name != "bound":
         command.add_argument(
             "--memory-limit", type=_read(parse_bytes), help="bytes that no rank may exceed, such as 40GiB"

@@ -17,7 +17,7 @@ from typing import Any
 
 
 class RedistError(ValueError):
-    """Anything this package refuses."""
+    """Anything this package refuses; the notebook's classes say so in a plain ``ValueError``."""
 
 
 class LayoutError(RedistError):

@@ -182,10 +182,11 @@ def redistribute_many(
             (compared if all are strings).
         UnsupportedError: if ``memory_limit`` has no room for the copies that resolve pending conjugations or negations
             of tensors.
+        RedistError: for ``bucket_bytes`` or a ``memory_limit`` that is no such number.
     """
     # not "< 1", which is false for NaN
     if not isinstance(bucket_bytes, Real) or not bucket_bytes >= 1:
-        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes!r}")
+        raise RedistError(f"bucket_bytes must be positive, got {bucket_bytes!r}")
     if not hasattr(items, "__len__") or not hasattr(items, "__getitem__"):
         raise LayoutError(f"items is a {type(items).__name__}, this takes a dict or a list of Item")
     limit = whole_bytes(memory_limit)

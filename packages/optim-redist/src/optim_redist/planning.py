@@ -126,7 +126,8 @@ def plan(
             ranks at coordinate 0 of its axis get the value and the others the identity, so that it comes back bit for
             bit, and a NaN as some NaN. With "divide", DTensor's way, each of the n ranks along the axes of sums gets
             value / n, rounded: for sums, and averages beside them, of float16, bfloat16, float32 and float64. Then
-            every rank needs the value. Averages always begin as copies of the value.
+            every rank needs the value. Averages always begin as copies of the value, and come back if their sum does
+            not leave the type in which it is added up: float64 for float32, else float32.
 
     Raises:
         LayoutError: if a layout does not fit the shape, or is no ``Layout``.

@@ -5,7 +5,8 @@ combined in fp32 and rounded once at the end:
 
     target = ( … ((c₀ ∘ c₁) ∘ c₂) … ) / scale,     scale = number of contributions along avg axes.
 
-Averages of fp32 are added in fp64, so that the average of equal values is that value, as it is for narrower floats.
+Averages of fp32 are added in fp64, so that the average of equal values is that value, as it is for narrower floats (of
+which bf16 may leave fp32: an average is infinite if the sum is).
 """
 
 from __future__ import annotations
