@@ -66,7 +66,7 @@ def calibrate(
         mesh: measure also the groups along every proper subset of its axes.
         sizes: bytes of the buffer on each rank. A size is left out if two such buffers do not fit into a quarter of
             the free memory of a GPU, or if it is beyond 64 MiB on a CPU.
-        seconds: about how long all measurements may take.
+        seconds: about how long all measurements may take; longer if three calls of each take longer.
 
     Raises:
         UnsupportedError: without a running group of at least two ranks, or if none of the sizes fits.

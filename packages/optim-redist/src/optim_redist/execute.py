@@ -129,6 +129,7 @@ def redistribute_local(
     Args:
         tensor: the local part, of any strides.
         shape: the global shape.
+        src, dst: the layouts that the tensor has and gets.
         group: whose ranks take part; by default the ranks of both layouts.
         out: where to put the result. It must not share memory with ``tensor``, unless it is ``tensor`` itself and all
             of this rank's part stays; nor require a gradient while autograd records. In a plan of several steps ``out``
