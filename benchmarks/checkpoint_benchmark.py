@@ -62,7 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=count, default=200, help="of parameters (default: %(default)s)")
+    parser.add_argument(
+        "--megabytes", type=count, default=200, help="of parameters, a multiple of 4 (default: %(default)s)"
+    )
     parser.add_argument("--trials", type=count, default=5, help="saves of each kind (default: %(default)s)")
     parser.add_argument(
         "--folder", help="where to write, on a disk that all ranks share (default: for temporary files)"

@@ -79,7 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument(
         "--out", type=Path, default=Path("costs.json"), help="where to write the model (default: costs.json)"
     )
-    calibrate.add_argument("--seconds", type=float, default=60, help="about how long it may take, if three calls of each fit (default: 60)")
+    calibrate.add_argument(
+        "--seconds", type=float, default=60, help="about how long it may take, if three calls fit (default: 60)"
+    )
     calibrate.add_argument("--mesh", type=_read(parse_mesh), help="measure groups along the axes of this mesh too")
     calibrate.add_argument("--sizes", type=_read(_sizes), help="bytes per rank, such as 4KiB,1MiB,64MiB")
 
