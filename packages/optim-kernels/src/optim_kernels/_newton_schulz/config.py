@@ -58,10 +58,10 @@ class NSConfig:
             the errors of ``"gram"`` are up to 4.6 times those of ``"standard"``; in fp32, which is chosen for small
             errors, 4 to 9 times for singular values from 1 to 1e-6.
         dtype: of the products' operands; ``None`` is fp16 on CUDA, where tensor cores accumulate in fp32, and elsewhere
-            fp32 (fp64 for fp64 matrices). With ``None`` the kernels take large matrices' first step of ``"keller"`` in
-            int8 on Hopper (`int8_start`), by which errors grow in matrices with few rows that are not zero. Kernels
-            take an fp32 operand as the sum of two tf32 numbers, 23 bits; in the first two steps, which matter most,
-            they multiply fp32 matrices in fp64 where that is fast.
+            fp32 (fp64 for fp64 matrices). With ``None`` the kernels take large matrices' first standard step of
+            ``"keller"`` in int8 on Hopper (`int8_start`), by which errors grow in matrices with few rows that are not
+            zero. Kernels take an fp32 operand as the sum of two tf32 numbers, 23 bits; in the first two steps, which
+            matter most, they multiply fp32 matrices in fp64 where that is fast.
         restarts: step numbers after which the Gram iteration forms R anew. ``None`` is after every second step, unless
             a single step would be left: ``(2,)`` up to five steps, ``(2, 4)`` for six and seven. ``"accurate"`` is
             after every second step from the first on. Numbers from ``steps`` on are ignored: a list may serve several
