@@ -279,7 +279,7 @@ def test_outs_that_do_not_fit_are_refused_before_one_is_written() -> None:
     with pytest.raises(ValueError, match=r"out has several elements at one place, strides \(0, 1\)"):
         newton_schulz([torch.ones(3, 4)] * 2, out=[first, torch.zeros(1, 4).expand(3, 4)])
     # it would hold zeros
-    with pytest.raises(ValueError, match=r"out must be of a floating dtype, .* got torch\.int64"):
+    with pytest.raises(ValueError, match=r"out must be of a floating dtype, got torch\.int64"):
         newton_schulz([torch.ones(3, 4)] * 2, out=[first, torch.zeros(3, 4, dtype=torch.int64)])
     assert not first.any()
 

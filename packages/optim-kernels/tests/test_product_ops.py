@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from torch.autograd import gradcheck
 
 from optim_kernels import muon_kernels as mk
+from optim_kernels import newton_schulz, sum_of_squares
 from optim_kernels._newton_schulz import product_launches
 from optim_kernels._newton_schulz.block_launch import BlockLaunch
 from optim_kernels._newton_schulz.iterations import TorchProducts
@@ -293,6 +294,21 @@ def test_what_is_no_tensor_is_refused_by_name(value: Any) -> None:
         mk.gram(value)
     with pytest.raises(TypeError, match=f"a must be a tensor of matrices, got a {kind}"):
         mk.matmul_add(value, torch.randn(2, 2))
+    x = torch.randn(2, 2)
+    with pytest.raises(TypeError, match=f"c must be a tensor or None, got a {kind}"):
+        mk.symmetric_matmul(x, x, c=value)
+    with pytest.raises(TypeError, match=f"out must be a tensor for each result, got {kind}"):
+        mk.gram(x, out=value)
+    with pytest.raises(TypeError, match=f"out must be a tensor for each x, got {kind}"):
+        newton_schulz(x, out=value)
+    with pytest.raises(TypeError, match=f"out must be a tensor of one floating-point number, got a {kind}"):
+        sum_of_squares([x], out=value)
+
+
+def test_an_expanded_out_is_refused_by_name() -> None:
+    x = torch.randn(3, 4)
+    with pytest.raises(ValueError, match=r"out has several elements at one place, strides \(0, 1\)"):
+        mk.gram(x, out=torch.empty(1, 3).expand(3, 3))
 
 
 def test_both_operands_are_matrices_of_dtypes_that_can_be_multiplied() -> None:

@@ -142,6 +142,8 @@ def clip_factor(total_norm: Tensor, max_norm: float) -> Tensor:
 @torch.no_grad()
 def sum_of_squares(tensors: Tensors, *, out: Tensor | None = None) -> Tensor:
     """Σ g² over all tensors: 0-d fp64; one rank's part for a caller that adds up over ranks."""
+    if out is not None and not isinstance(out, Tensor):
+        raise TypeError(f"out must be a tensor of one floating-point number, got a {type(out).__name__}")
     if out is not None and (out.numel() != 1 or not out.is_floating_point()):
         raise ValueError(f"out must be one floating-point number, got {out.dtype} of shape {tuple(out.shape)}")
     tensors = _as_list(tensors)

@@ -42,7 +42,7 @@ from optim_kernels._newton_schulz.config import (
 )
 from optim_kernels._newton_schulz.direct_calls import can_compute_directly, is_transformed
 from optim_kernels._newton_schulz.iterations import TorchProducts, iterate, normalize, without_autocast
-from optim_kernels.multi_tensor import has_overlaps
+from optim_kernels._newton_schulz.outputs import checked_out
 from optim_kernels.reference.newton_schulz import frobenius_norm
 
 __all__ = [
@@ -135,10 +135,10 @@ def newton_schulz(
         if len(out) != len(results):
             raise ValueError(f"out has {len(out)} tensors for {len(results)} matrices")
         # check all targets before the first is written
-        targets = [_checked_out(target, result) for target, result in zip(out, results)]
+        targets = [checked_out(target, result, of="x") for target, result in zip(out, results)]
         return [target.copy_(result) for target, result in zip(targets, results)]
     result = _one(x, values, impl)
-    return result if out is None else _checked_out(out, result).copy_(result)
+    return result if out is None else checked_out(out, result, of="x").copy_(result)
 
 
 orthogonalize = newton_schulz
@@ -147,18 +147,6 @@ orthogonalize = newton_schulz
 def newton_schulz_with(x: Tensor, config: NSConfig, impl: Impl = "auto") -> Tensor:
     """`newton_schulz` of one tensor with the options of ``config``."""
     return _one(x, _values(config), impl)
-
-
-def _checked_out(out: Any, result: Tensor) -> Tensor:
-    if not isinstance(out, Tensor):
-        raise TypeError(f"out must be a tensor for each x, got {type(out).__name__}")
-    if out.shape != result.shape:
-        raise ValueError(f"out has shape {tuple(out.shape)} for x of shape {tuple(result.shape)}")
-    if not out.is_floating_point():
-        raise ValueError(f"out must be of a floating dtype, which holds numbers below 1, got {out.dtype}")
-    if has_overlaps(out):
-        raise ValueError(f"out has several elements at one place, strides {out.stride()} for shape {tuple(out.shape)}")
-    return out
 
 
 # The fields of an `NSConfig`, in their order.

@@ -21,6 +21,7 @@ from torch import Tensor
 from optim_kernels._impl import use_triton, why_not_products
 from optim_kernels._newton_schulz.direct_calls import can_compute_directly
 from optim_kernels._newton_schulz.iterations import TorchProducts, without_autocast
+from optim_kernels._newton_schulz.outputs import checked_out
 from optim_kernels._options import check_scalars
 
 Number = float | Tensor
@@ -132,9 +133,18 @@ def _checked_factor(name: str, value: Number, like: Tensor) -> Number:
 def gram(
     x: Tensor, *, side: Literal["left", "right"] = "left", alpha: Number = 1.0, out: Tensor | None = None
 ) -> Tensor:
-    """``alpha x xᵀ`` (``side="right"``: ``alpha xᵀ x``), computing one triangle and mirroring it.
+    """``alpha x xᵀ`` (``side="right"``: ``alpha xᵀ x``), computing one triangle and mirroring it; differentiable.
 
-    x [..., M, K] -> [..., M, M]
+    x [..., M, K] -> [..., M, M], or [..., K, K] for ``"right"``; of any strides. Sums are in fp32 (fp64 for fp64) and
+    rounded once.
+
+    Args:
+        alpha: a number or a tensor of one element, which is read on the device.
+        out: a tensor of the result's shape and a floating dtype that receives the result, and is returned.
+
+    Raises:
+        ValueError: for other shapes, dtypes (of 16 bits or more) or devices, by name.
+        TypeError: something else in place of a tensor or a number.
     """
     if side not in ("left", "right"):
         raise ValueError(f"side must be 'left' or 'right', got {side!r}")
@@ -149,7 +159,7 @@ def symmetric_matmul(
     """``alpha a b + beta c`` for symmetric operands that commute, so that the result is symmetric.
 
     a, b, c [..., M, M] -> [..., M, M]; only one triangle is computed, the other is its mirror image. c as in
-    `matmul_add`.
+    `matmul_add`; factors, ``out`` and errors as in `gram`.
     """
     _check_operand("b", b, a)
     if a.shape != b.shape or a.shape[-1] != a.shape[-2]:
@@ -163,7 +173,8 @@ def matmul_add(
 ) -> Tensor:
     """``alpha a b + beta c``: a [..., M, K], b [..., K, N], c [..., M, N] -> [..., M, N].
 
-    c may be fp32, fp16 or bf16 whatever a and b are; the result has their dtype.
+    c may be fp32, fp16 or bf16 whatever a and b are; the result has their dtype. Factors, ``out`` and errors as in
+    `gram`; alpha and beta have gradients, too.
     """
     _check_operand("b", b, a)
     if a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
@@ -188,6 +199,8 @@ def _check_operand(name: str, tensor: Tensor, like: Tensor) -> None:
 def _check_added(c: Tensor | None, like: Tensor, shape: Sequence[int]) -> None:
     if c is None:
         return
+    if not isinstance(c, Tensor):
+        raise TypeError(f"c must be a tensor or None, got a {type(c).__name__}")
     if c.shape != torch.Size(shape):
         raise ValueError(f"c must have the shape of the product, {tuple(shape)}, got {tuple(c.shape)}")
     if c.device != like.device:
@@ -198,10 +211,4 @@ def _check_added(c: Tensor | None, like: Tensor, shape: Sequence[int]) -> None:
 
 
 def _into(out: Tensor | None, result: Tensor) -> Tensor:
-    if out is None:
-        return result
-    if out.shape != result.shape:
-        raise ValueError(f"out has shape {tuple(out.shape)}, the result {tuple(result.shape)}")
-    if not out.is_floating_point():
-        raise ValueError(f"out must be of a floating dtype, got {out.dtype}")
-    return out.copy_(result)
+    return result if out is None else checked_out(out, result, of="result").copy_(result)
