@@ -1,6 +1,8 @@
 """The standard iteration of large matrices starts in int8 on Hopper: which do, its rounding, products and errors."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from torch import Tensor
 from optim_kernels import NSConfig, TritonMuon, newton_schulz, reference
 
 pytest.importorskip("triton")
+from optim_kernels._impl import is_interpreted
+from optim_kernels._kernels import int8_rounding
 from optim_kernels._kernels.int8_rounding import (
     A_SEED,
     MOST_BOUNDED,
@@ -162,6 +166,33 @@ def test_rounding_points_nowhere(fraction: float) -> None:
     assert (correlations - torch.eye(4)).abs().max() <= 5.5 / (m * n) ** 0.5 + 0.02
 
 
+@contextmanager
+def few_programs() -> Iterator[None]:
+    """Tiles as large as matrices that are simulated, for the interpreter, which takes as long for a small one."""
+    with pytest.MonkeyPatch.context() as patch:
+        if is_interpreted():
+            for name in ("ROWS", "COLUMNS", "SIDE", "ADDED"):
+                patch.setattr(int8_rounding, name, 256)
+        forget_launches()
+        yield
+    forget_launches()
+
+
+def forget_launches() -> None:
+    int8_rounding._launches.cache_clear()
+    int8_rounding._diagonal_launch.cache_clear()
+
+
+def test_rounding_does_not_depend_on_tiles() -> None:
+    x = torch.randn(1, 100, 300, generator=torch.Generator().manual_seed(0)).half().to(DEVICE)
+    expected = to_int8(x)
+    with few_programs():
+        found = to_int8(x)
+    assert torch.equal(found.by_rows, expected.by_rows)
+    assert torch.equal(found.by_columns, expected.by_columns)
+    torch.testing.assert_close(found.a_diagonal, expected.a_diagonal)
+
+
 def in_fp16(x: Tensor) -> Tensor:
     return x.half().double()
 
@@ -170,7 +201,8 @@ def started_in_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """The first step in int8, with exact sums, and the result of five; all that is kept is rounded to fp16."""
     y = in_fp16(x / x.norm())
     (a, b, c), *later = KELLER
-    start = to_int8(y.half()[None].to(DEVICE))
+    with few_programs():
+        start = to_int8(y.half()[None].to(DEVICE))
     by_rows, by_columns = wide(start)
     gram = by_rows @ by_rows.mT
     gram.diagonal().copy_(start.a_diagonal.cpu())
