@@ -366,6 +366,11 @@ def test_what_are_no_parameters_is_said() -> None:
         clip_grad_norm_(model.named_parameters(), 1.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="expected a tensor or an iterable of tensors, got a Linear"):
         compute_global_grad_norm(model)  # type: ignore[arg-type]
+    # gradients, of which one is missing
+    for function in (get_total_norm, sum_of_squares):
+        for others in ([None], [torch.ones(2), None]):
+            with pytest.raises(TypeError, match="tensors must be tensors, got NoneType among them; leave out what has"):
+                function(others)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("out", [torch.zeros(3), torch.zeros((), dtype=torch.int64)], ids=["several", "integer"])

@@ -80,13 +80,18 @@ def get_total_norm(
 
     Raises:
         RuntimeError: with ``error_if_nonfinite`` (which synchronises), if the norm is NaN or infinite.
+        TypeError: something else in place of a tensor: leave out parameters without a gradient.
     """
     tensors, norm_type = _as_list(tensors), float(norm_type)
-    if foreach is None and tensors and not error_if_nonfinite:
-        norm = _NORMS.norm_in_one_launch(tensors, norm_type)
-        if norm is not None:
-            return norm
-    return _total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+    try:
+        if foreach is None and tensors and not error_if_nonfinite:
+            norm = _NORMS.norm_in_one_launch(tensors, norm_type)
+            if norm is not None:
+                return norm
+        return _total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+    except AttributeError:
+        _refuse_others(tensors)
+        raise
 
 
 @torch.no_grad()
@@ -147,13 +152,26 @@ def sum_of_squares(tensors: Tensors, *, out: Tensor | None = None) -> Tensor:
     if out is not None and (out.numel() != 1 or not out.is_floating_point()):
         raise ValueError(f"out must be one floating-point number, got {out.dtype} of shape {tuple(out.shape)}")
     tensors = _as_list(tensors)
-    totals = _NORMS.totals(tensors, 2.0)
-    total = (
-        sum((part.to(totals[0].device) for part in totals[1:]), totals[0])
-        if totals
-        else reference.sum_of_squares(tensors)
-    )
+    try:
+        totals = _NORMS.totals(tensors, 2.0)
+        total = (
+            sum((part.to(totals[0].device) for part in totals[1:]), totals[0])
+            if totals
+            else reference.sum_of_squares(tensors)
+        )
+    except AttributeError:
+        _refuse_others(tensors)
+        raise
     return total if out is None else out.copy_(total)
+
+
+def _refuse_others(tensors: Sequence[Tensor]) -> None:
+    """Raise ``TypeError`` if not all are tensors, which to ask of each would cost the host some time."""
+    kinds = {type(tensor).__name__ for tensor in tensors if not isinstance(tensor, Tensor)}
+    if kinds:
+        raise TypeError(
+            f"tensors must be tensors, got {', '.join(sorted(kinds))} among them; leave out what has no gradient"
+        )
 
 
 def _as_list(tensors: Tensors) -> list[Tensor]:
