@@ -224,6 +224,7 @@ def test_what_counts_no_steps_is_refused_by_name(kind: str, step: Any) -> None:
         ({"betas": [0.9]}, r"betas must be a pair, got \[0\.9\]"),
         ({"eps": -1.0}, r"Invalid epsilon value: -1\.0"),
         ({"maximize": "no"}, "maximize must be True or False, got 'no'"),
+        ({"capturable": "no"}, "capturable must be True or False, got 'no'"),
         ({"seed": 1.5}, r"seed must be an int, got 1\.5"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -92,6 +92,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
 
     Raises:
         ValueError: an option out of its range, or a storage format that a parameter cannot have.
+        TypeError: something else in place of a number.
         RuntimeError: ``fused=True`` or ``impl="triton"`` for a parameter that the kernels cannot update.
     """
 
@@ -122,6 +123,8 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         impl: Impl = "auto",
     ) -> None:
         check_impl(impl)
+        # torch compares them with numbers, in an error that does not name them
+        check_adamw_scalars({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         # before float(), which accepts strings
         check_scalars(norm_type=norm_type)
         # Held until ``super().__init__`` adds the first group, which moves them into the defaults.

@@ -17,7 +17,9 @@ StateDtype = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | Liter
 
 # the numbers of an AdamW group, in the order of `check_adamw_scalars`
 _ADAMW_SCALARS = ("lr", "betas[0]", "betas[1]", "eps", "weight_decay")
-_SWITCHES = ("amsgrad", "maximize", "stochastic_rounding")
+_SWITCHES = ("amsgrad", "capturable", "differentiable", "maximize", "stochastic_rounding")
+# these may also be left open
+_OPEN_SWITCHES = ("foreach", "fused")
 
 
 def check_group(group: Mapping[str, Any], names: Sequence[str], *, loaded: bool = False) -> None:
@@ -44,6 +46,9 @@ def check_group(group: Mapping[str, Any], names: Sequence[str], *, loaded: bool 
 def check_update(group: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` for options of the update that are neither True nor False, and for a seed that is none."""
     check_switches(**{option: group[option] for option in _SWITCHES if option in group})
+    for option in _OPEN_SWITCHES:
+        if group.get(option) not in (None, True, False):
+            raise ValueError(f"{option} must be None, True or False, got {group[option]!r}")
     check_seed(group.get("seed", 0))
 
 
