@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from optim_dist._checkpoint import background
 from optim_dist._checkpoint import manifest as manifests
 from optim_dist._checkpoint.codes import decode_where_cut
-from optim_dist._checkpoint.contents import compare_groups, load_groups, named_specs, pieces_of
+from optim_dist._checkpoint.contents import compare_groups, load_groups, named_as_saved, named_specs, pieces_of
 from optim_dist._checkpoint.faults import Problems
 from optim_dist._checkpoint.manifest import CheckpointError, Manifest, SavedParameter
 from optim_dist._checkpoint.reshard import ROOM, exchange, in_batches, streams
-from optim_dist._checkpoint.rest import compare_rest, differently_frozen, load_rest, rest_of_model
+from optim_dist._checkpoint.rest import compare_rest, differently_frozen, load_rest, rest_of_model, without_copies
 from optim_dist._checkpoint.restoring import Restoring
 from optim_dist._checkpoint.surveying import Survey, survey
 from optim_dist._optimizers.base import DistOptimizer
@@ -44,13 +44,15 @@ class Contents:
 
     Attributes:
         common: the content of the common file.
+        saved_rest: the saved buffers and frozen parameters.
         files: the contents of the rank files that this rank reads, as ``codes.PartsByFile``.
         saved: all saved parameters, as they come out of the files.
         rest: the model's own buffers and frozen parameters.
-        specs: the parameters of this run, under the names of the model.
+        specs: the parameters of this run, under the names of the model, or those of the same parameters in the files.
     """
 
     common: Mapping[str, Any]
+    saved_rest: Mapping[str, Any]
     files: Mapping[int, dict[str, dict[str, Any]]]
     saved: Sequence[SavedParameter]
     rest: Mapping[str, Any]
@@ -76,7 +78,7 @@ def load(folder: Path, model: nn.Module | None, opt: DistOptimizer) -> Any:
     with opt.begun_together("checkpoint.load()"), torch.no_grad():
         load_groups(opt, contents.common["groups"])
         _exchange(contents, surveyed.readers, opt)
-        load_rest(model, contents.rest, contents.common["model"])
+        load_rest(model, contents.rest, contents.saved_rest)
         communicator.barrier()  # no rank goes on before all have loaded
     return contents.common["extra"]
 
@@ -107,11 +109,12 @@ def _read_all(
     """Read this rank's files, and add to ``problems`` what does not fit; None if there is no manifest. Collective."""
     communicator, manifest, found = opt.communicator, surveyed.manifest, problems.found
     sent = surveyed.common_file(folder, communicator)
-    rest, specs = rest_of_model(model, opt), named_specs(opt, model)
+    (rest, other_names), specs = rest_of_model(model, opt), named_specs(opt, model)
     if manifest is None:
         return None
+    specs = named_as_saved(specs, manifest)
     common: dict[str, Any] = _read(folder, manifests.COMMON, sent=sent) if surveyed.common_readers else {}
-    saved_rest = common.get("model", {})
+    saved_rest = without_copies(common.get("model", {}), other_names, specs)
     differing = differently_frozen(manifest, specs, saved_rest, rest)
     found += differing.values()
     found += manifests.compare(manifest, specs, but=differing)
@@ -125,7 +128,7 @@ def _read_all(
         files[saved_rank] = _read(folder, manifests.rank_file(saved_rank), mmap=True)
         found += _compare_file(files[saved_rank], saved_rank, manifest)
     saved = [] if found else decode_where_cut(manifest.parameters, specs, files)
-    return Contents(common, files, saved, rest, specs)
+    return Contents(common, saved_rest, files, saved, rest, specs)
 
 
 def _read(folder: Path, name: str, *, sent: io.BytesIO | None = None, mmap: bool = False) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from optim_dist._checkpoint.contents import unwrapped
 from optim_dist._checkpoint.manifest import Manifest
 from optim_dist._optimizers.construction import layout_of
 from optim_dist._optimizers.live import LiveOptimizer
@@ -17,18 +18,44 @@ from optim_dist.plan import ParameterSpec, dtype_name
 EXTRA_STATE = "_extra_state"  # torch's name for what a module's ``get_extra_state`` gives, of any type and shape
 
 
-def rest_of_model(model: nn.Module | None, optimizer: LiveOptimizer) -> dict[str, Any]:
+def rest_of_model(model: nn.Module | None, optimizer: LiveOptimizer) -> tuple[dict[str, Any], set[str]]:
     """The model's state that the optimizer does not own: buffers and frozen parameters.
+
+    And the state's names for what the optimizer owns, where they are no names of the model's parameters: torch's
+    ``checkpoint_wrapper`` leaves itself out of them, and `optim_utils.CombinedLinear` may show a Linear's weight and
+    bias, views of its parameter.
 
     To be called before parameters' names are read: after an evaluation FSDP2 leaves whole parameters in the model, and
     ``state_dict()`` puts the cut ones back.
     """
     if model is None:
-        return {}
-    state = model.state_dict()
+        return {}, set()
+    state = model.state_dict(keep_vars=True)
     trained = optimizer.trained_ids()
-    names = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in trained}
-    return {name: value for name, value in state.items() if name not in names}
+    parameters = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    owned = {name for name, value in state.items() if parameters.get(name, id(_whole(value))) in trained}
+    rest = {name: value for name, value in state.items() if name not in owned}
+    others = owned - parameters.keys()
+    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in rest.items()}, others
+
+
+def _whole(value: object) -> object:
+    """The tensor that ``value`` is a view of, or itself."""
+    base = value._base if isinstance(value, Tensor) else None
+    return value if base is None else base
+
+
+def without_copies(
+    saved: Mapping[str, Any], other_names: Container[str], specs: Sequence[ParameterSpec]
+) -> dict[str, Any]:
+    """``saved`` without copies of trained parameters, which versions up to 0.12.6 saved under the state's names.
+
+    Args:
+        other_names: the second result of ``rest_of_model``.
+        specs: this run's parameters, with the checkpoint's names.
+    """
+    unlike = {unwrapped(spec.name) for spec in specs if unwrapped(spec.name) != spec.name}
+    return {name: value for name, value in saved.items() if name not in other_names and name not in unlike}
 
 
 def whole_rest(rest: Mapping[str, Any], optimizer: LiveOptimizer) -> dict[str, Any]:

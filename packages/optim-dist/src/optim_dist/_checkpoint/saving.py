@@ -63,7 +63,7 @@ def save(
     destination = _agreed(Destination(folder, "", old, copies, may_be_fewer), opt, options, faults)
     opt.wait()
     with raised_together(communicator, destination.failed):
-        rest, specs = rest_of_model(model, opt), named_specs(opt, model)
+        (rest, _), specs = rest_of_model(model, opt), named_specs(opt, model)
     _check_names(specs, communicator, destination.failed)
     staging = Staging()
     is_first = communicator.rank == 0
