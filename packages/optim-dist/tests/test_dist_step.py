@@ -333,6 +333,34 @@ def unscaling_what_was_reduced_already_is_an_error(rank, world_size):
     with pytest.raises(RuntimeError, match=r"unscale_\(\) comes too late: .*overlap=False"):
         scaler.step(optimizer)
     assert_same(values(net), before)
+    # the loop may go on without unscale_
+    scaler.update()
+    optimizer.zero_grad()
+    scaler.scale(net(batch(rank, 0))).backward()
+    scaler.step(optimizer)
+    assert not torch.equal(values(net)[0], before[0])
+
+
+@scenario(1, 2)
+def the_scale_of_a_step_that_failed_is_forgotten(rank, world_size):
+    """Else the scaler multiplies the next scale by it, and the next batch counts for 1/256 of itself."""
+    found = []
+    for fails in (False, True):
+        net, optimizer = build(rank)
+        scaler = torch.amp.GradScaler(device_of(rank).type, init_scale=256.0)
+        for step in range(3):
+            scaler.scale(net(batch(rank, step))).backward()
+            if fails and step == 1:
+                weight = net.layers[0].weight
+                dense, weight.grad = weight.grad, weight.grad.to_sparse()
+                with pytest.raises(RuntimeError, match="make it dense"):
+                    scaler.step(optimizer)
+                weight.grad = dense
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        found.append(values(net))
+    assert_same(*found)
 
 
 class LateSum:

@@ -106,22 +106,37 @@ class DistOptimizer(StatefulOptimizer):
             closure: evaluates the loss again, with gradients enabled; its result is returned.
             clip_factor: a 0-dim tensor that multiplies gradients, in addition to the factor of ``clip_grad_norm_``.
         """
-        step_checks.check_factor(clip_factor)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad():
-            self._reduce()
-            self._check_reduced()
-            self._take_norm()
-            with self.begun_together("step()"):
-                self._outdate("step()")
-                self._update(self._context(clip_factor))
-                self._restart()
-            if self._options.debug:
-                self._bucketed.check_replicas("after the step, ")
+        with self._of_one_step():
+            step_checks.check_factor(clip_factor)
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            with torch.no_grad():
+                self._reduce()
+                self._check_reduced()
+                self._take_norm()
+                with self.begun_together("step()"):
+                    self._outdate("step()")
+                    self._update(self._context(clip_factor))
+                    self._restart()
+                if self._options.debug:
+                    self._bucketed.check_replicas("after the step, ")
         return loss
+
+    @contextmanager
+    def _of_one_step(self) -> Iterator[None]:
+        """Forget what a ``GradScaler`` has told of this step's gradients if the step fails.
+
+        The scaler takes that back after a step that succeeds. If it finds it at the next step it multiplies the two
+        scales, by both of which the gradients would then be divided.
+        """
+        try:
+            yield
+        except BaseException:
+            for name in ("grad_scale", "found_inf"):
+                vars(self).pop(name, None)
+            raise
 
     # 1, 2: agree and reduce
 
