@@ -578,6 +578,16 @@ def test_counts_flags_and_places_are_refused_by_name(option: dict[str, Any], err
     assert all(bool((each == 1).all()) for each in (*params, *exp_avgs, *exp_avg_sqs))
 
 
+def test_muon_steps_parameters_that_require_gradients() -> None:
+    """It ended in an error of autograd, with the momentum moved."""
+    values, grad = torch.randn(4, 3), torch.randn(4, 3)
+    found, expected = values.clone().requires_grad_(), values.clone()
+    for p in (found, expected):
+        muon_([p], [grad], [torch.zeros(4, 3)], lr=0.1)
+    assert torch.equal(found.detach(), expected)
+    assert not torch.equal(expected, values)
+
+
 def test_gradients_without_parameters_are_refused() -> None:
     with pytest.raises(ValueError, match="grads must have one entry for each of the 0 params, got 1"):
         adamw_([], [torch.ones(4)], [], [], steps=[], **OPTIONS)

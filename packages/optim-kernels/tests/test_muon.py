@@ -114,6 +114,14 @@ def test_a_frozen_parameter_is_left_alone(missing_grad: str) -> None:
     assert torch.equal(optimizer.state[q]["momentum_buffer"], buffer)
 
 
+def test_what_is_no_group_is_refused_in_torchs_words() -> None:
+    p, q = (torch.nn.Parameter(torch.ones(3, 2)) for _ in range(2))
+    with pytest.raises(TypeError, match="param_group must be a dict, but got"):
+        TritonMuon([{"params": [p]}, q])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="param_group must be a dict, but got"):
+        TritonMuon([p]).add_param_group(3)  # type: ignore[arg-type]
+
+
 def test_a_variant_leaves_the_constructors_arguments_alone() -> None:
     """An argument that is not the default holds for a group that names a variant, unless the group has its own."""
     p, q = parameters((6, 4), (6, 4))

@@ -158,7 +158,8 @@ class TritonMuon(MuonOptimizer):
         An option of the variant applies unless the group has its own, or the constructor was given another value than
         its default.
         """
-        if "variant" in param_group:
+        # anything but a dict is left to torch, which refuses it
+        if isinstance(param_group, dict) and "variant" in param_group:
             given = given_options(self.defaults, VARIANTS[self._followed])
             param_group = {**variant_options(param_group["variant"]), **given, **param_group}
         super().add_param_group(param_group)

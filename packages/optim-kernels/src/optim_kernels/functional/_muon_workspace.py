@@ -22,7 +22,6 @@ from torch import Tensor
 from optim_kernels._newton_schulz.chain_jobs import TILE_SIDE, jobs_of, num_squares
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.copy_engine import ALIGNMENT as ROW_ALIGNMENT
-from optim_kernels._newton_schulz.int8_start import nbytes_of_first_step
 from optim_kernels._newton_schulz.tiles import cdiv
 
 # Buffers begin at multiples of so many bytes, which the copy engine takes.
@@ -117,6 +116,9 @@ def nbytes_of_factors(m: int, n: int, ns: NSConfig, dtype: torch.dtype) -> int:
     row = cdiv(m * dtype.itemsize, ROW_ALIGNMENT) * ROW_ALIGNMENT
     if not ns.may_start_in_int8(m, n):
         return squares * m * row
+    # where there is Triton: optimizers import this module without it, too
+    from optim_kernels._newton_schulz.int8_start import nbytes_of_first_step
+
     # and for the first step blocks of a single matrix, which a pool keeps, for factors of several do not fit into them
     return squares * m * row + nbytes_of_first_step(m, n)
 

@@ -44,6 +44,7 @@ __all__ = ["apply_muon_update_", "muon_", "muon_update", "new_second_moment"]
 Views = Sequence[MatrixView | None]
 
 
+@torch.no_grad()
 def muon_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -223,6 +224,7 @@ def check_kernels(grad: Tensor, momentum_buffer: Tensor, ns: NSConfig, name: str
     use_triton("triton", u, name)
 
 
+@torch.no_grad()
 def apply_muon_update_(
     params: Sequence[Tensor],
     updates: Sequence[Tensor],
