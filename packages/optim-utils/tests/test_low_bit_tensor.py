@@ -136,6 +136,9 @@ def test_what_would_read_memory_that_is_not_there_is_refused() -> None:
             read()
     with pytest.raises(NotImplementedError, match=r"can't be torch.sparse_coo"):
         torch.empty_like(q, layout=torch.sparse_coo)
+    for ask in (q.is_pinned, q.pin_memory):
+        with pytest.raises(NotImplementedError, match=r"for pinned memory take t.with_parts\(torch.Tensor.pin_memory"):
+            ask()
 
 
 @every_format

@@ -369,8 +369,8 @@ def _cut(x: LowBitTensor, dim: int, start: int, stop: int) -> LowBitTensor:
 def _is_pinned(x: LowBitTensor, device: object = None) -> bool:
     # torch.distributed.checkpoint asks this of a tensor first. Raising keeps it from storing this one as opaque bytes.
     raise NotImplementedError(
-        f"checkpoints hold the plain form of a LowBitTensor, here of shape {tuple(x.shape)}: "
-        "store optim_utils.to_plain(t)"
+        f"a LowBitTensor of shape {tuple(x.shape)} has no memory of its own: for a checkpoint store "
+        "optim_utils.to_plain(t), for pinned memory take t.with_parts(torch.Tensor.pin_memory)"
     )
 
 
