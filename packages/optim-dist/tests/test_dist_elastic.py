@@ -171,6 +171,17 @@ def test_sigterm_saves_and_leaves(tmp_path, uninterrupted):
         assert torch.equal(actual, expected)
 
 
+def test_another_thread_than_the_main_one_is_told_what_to_do(tmp_path, uninterrupted):
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(RuntimeError, match=r"main thread alone.*elastic\.Run\(directory, every=\.\.\.\)\.steps"):
+            pool.submit(elastic.run, train, tmp_path, every=2).result()
+        # and what it is told works
+        numbers, parameters, _ = pool.submit(train, elastic.Run(tmp_path, every=2)).result()
+    assert numbers == list(range(TOTAL))
+    assert checkpoint.latest(tmp_path) == tmp_path / f"step-{TOTAL:09d}"
+    assert all(torch.equal(left, right) for left, right in zip(parameters, uninterrupted, strict=True))
+
+
 @pytest.fixture
 def slow_disk(monkeypatch):
     write = manifest.write_durably

@@ -16,6 +16,7 @@ import math
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -236,7 +237,15 @@ def run(
         timeout: seconds after which a collective, the first one included, is given up.
 
     A process group that exists already is used and left as it is. Without one, and without torchrun, there is one rank.
+
+    Raises:
+        RuntimeError: outside of the main thread, where no signal can be watched for.
     """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(
+            "elastic.run watches for SIGTERM, which Python allows in the main thread alone: call it there, or loop "
+            "over elastic.Run(directory, every=...).steps(model, optimizer, total) in a process group of your own"
+        )
     job = Run(directory, every=every, keep=keep, poll=poll, async_=async_, copies=copies)
     with _process_group(timeout), job.watching_for_sigterm():
         result = train(job)
