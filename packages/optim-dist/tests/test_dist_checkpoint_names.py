@@ -90,6 +90,26 @@ def test_trained_parameters_are_saved_once_whatever_the_state_calls_them(tmp_pat
                         assert torch.equal(found_state[index][key], value)
 
 
+class OwnState(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.BatchNorm1d(3)
+
+    def state_dict(self):
+        return super().state_dict()
+
+
+def test_a_state_dict_without_arguments_is_asked_without_them(tmp_path):
+    saved, other = OwnState(), OwnState()
+    with torch.no_grad():
+        for value in saved.state_dict().values():
+            value.add_(3)
+    checkpoint.save(tmp_path / "x", saved, TritonDistAdamW(saved.named_parameters()))
+    assert len(torch.load(tmp_path / "x" / "common.pt", weights_only=True)["model"]) == 3
+    checkpoint.load(tmp_path / "x", other, TritonDistAdamW(other.named_parameters()))
+    assert all(torch.equal(value, saved.state_dict()[name]) for name, value in other.state_dict().items())
+
+
 def test_what_is_frozen_on_one_side_alone_is_refused_behind_wrappers_too(tmp_path):
     for number, (saved, loading) in enumerate([("wrapped", "plain"), ("plain", "wrapped"), ("wrapped", "wrapped")]):
         for was_frozen in (True, False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -18,6 +19,7 @@ from optim_dist.plan import ParameterSpec, dtype_name
 EXTRA_STATE = "_extra_state"  # torch's name for what a module's ``get_extra_state`` gives, of any type and shape
 
 
+@torch.no_grad()
 def rest_of_model(model: nn.Module | None, optimizer: LiveOptimizer) -> tuple[dict[str, Any], set[str]]:
     """The model's state that the optimizer does not own: buffers and frozen parameters.
 
@@ -30,7 +32,9 @@ def rest_of_model(model: nn.Module | None, optimizer: LiveOptimizer) -> tuple[di
     """
     if model is None:
         return {}, set()
-    state = model.state_dict(keep_vars=True)
+    # a model's own state_dict() need not take keep_vars, without which only names tell what is trained
+    is_torchs = getattr(model.state_dict, "__func__", None) is nn.Module.state_dict
+    state = model.state_dict(keep_vars=True) if is_torchs else model.state_dict()
     trained = optimizer.trained_ids()
     parameters = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     owned = {name for name, value in state.items() if parameters.get(name, id(_whole(value))) in trained}
