@@ -24,21 +24,28 @@ def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
     """A ``step`` with torch's hooks around it and its name in profiles, not traced by ``torch.compile``.
 
     torch wraps every optimizer's step for hooks and profiles, and takes 10 µs for the name alone. Its wrapper is used
-    here too, but entered only while a profiler runs or a hook is registered.
+    here too, but entered only while a profiler runs or a hook is registered. A step that fails forgets what a
+    ``GradScaler`` has told of its gradients: the scaler does so after a step that succeeds, and would multiply the next
+    scale by what it finds.
     """
     with_hooks = Optimizer.profile_hook_step(step)
 
     @wraps(step)
     def run(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if (
-            self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or torch_optimizer._global_optimizer_pre_hooks
-            or torch_optimizer._global_optimizer_post_hooks
-            or torch.autograd._profiler_enabled()
-        ) and not _hooks_ran_outside(self, run):
-            return with_hooks(self, *args, **kwargs)
-        return step(self, *args, **kwargs)
+        try:
+            if (
+                self._optimizer_step_pre_hooks
+                or self._optimizer_step_post_hooks
+                or torch_optimizer._global_optimizer_pre_hooks
+                or torch_optimizer._global_optimizer_post_hooks
+                or torch.autograd._profiler_enabled()
+            ) and not _hooks_ran_outside(self, run):
+                return with_hooks(self, *args, **kwargs)
+            return step(self, *args, **kwargs)
+        except BaseException:
+            for name in ("grad_scale", "found_inf"):
+                vars(self).pop(name, None)
+            raise
 
     # tells torch that the step needs no wrapper
     cast(Any, run).hooked = True
