@@ -523,6 +523,13 @@ def test_formats_are_compiled_one_after_another() -> None:
         again = torch.compile(lambda x, fmt: quantize(x, fmt), fullgraph=True, backend="eager")(x, coded.fmt)
         assert torch.equal(again.codes, coded.codes)
 
+    def negated(q: LowBitTensor) -> Tensor:
+        quantize_into(q.codes, q.scale, -x, q.fmt)
+        return from_plain(to_plain(q)).codes
+
+    for q in (quantize(x, INT8), quantize(x, NF4)):
+        assert torch.equal(torch.compile(negated, fullgraph=True, backend="eager")(q), quantize(-x, q.fmt).codes)
+
 
 def test_a_format_made_in_compiled_code() -> None:
     def in_blocks_of_22(x: Tensor) -> Tensor:

@@ -106,6 +106,8 @@ def test_copy_takes_codes_or_numbers_and_never_requantizes(fmt: LowBitFormat) ->
         numbers.copy_(q)
     with pytest.raises(ValueError, match="same shape"):
         q.copy_(torch.randn(12))
+    with pytest.raises(TypeError, match=r"copy_ takes a tensor of shape \(6, 12\), got a float"):
+        q.copy_(1.0)
 
 
 def test_every_other_operation_is_refused_by_name() -> None:
@@ -116,6 +118,7 @@ def test_every_other_operation_is_refused_by_name() -> None:
         (lambda: q[0], "aten.select"),
         (lambda: torch.cat([q, q]), "aten.cat"),
         (lambda: torch._foreach_add_([torch.zeros(6, 12)], [q]), "aten._foreach_add_"),
+        (lambda: torch.add(torch.zeros(6, 12), 1, out=q), "aten.add.out"),
     ):
         with pytest.raises(NotImplementedError, match=rf"{name}.*LowBitTensor of shape \(6, 12\).*\.dequantize\(\)"):
             operation()

@@ -154,6 +154,8 @@ def test_names_that_peft_gives():
         table = route_parameters(wrapped)
         assert [route.role for route in table] == ["frozen", "frozen", "matrix", "matrix", "frozen", "head"]
         assert route_parameters(wrapped, [Rule("classifier.weight", to="muon")])[-1].kind == "muon"
+    table = route_parameters(nested({"base_model.model.qkv.base_layer": nn.Linear(3, 9, bias=False)}))
+    assert table[0].num_matrices == 3
 
 
 def test_parameters_that_fsdp1_has_flattened_are_refused():

@@ -174,6 +174,8 @@ def test_a_symbolic_trace_sees_through_it(bias):
 def test_extra_repr_is_exact():
     text = CombinedLinear(10, 20).extra_repr()
     assert text == "self.in_features=10, self.out_features=20, self.in_features_with_bias=11"
+    # None is no bias, as for torch.nn.Linear
+    assert CombinedLinear(10, 20, None).extra_repr() == text.replace("11", "10")
 
 
 @pytest.mark.parametrize(("in_features", "out_features"), [(0, 3), (3, 0)])

@@ -81,6 +81,16 @@ def test_dequantize_gives_the_stored_tensor_only_in_its_own_dtype() -> None:
         quantized.quantize(torch.ones(1))
 
 
+def test_arguments_have_the_originals_names_too() -> None:
+    quantized = QuantizedTensor(torch.zeros(3))
+    quantized.quantize(dequantized_tensor=torch.ones(3))
+    assert quantized.dequantize(dequantized_dtype=torch.bfloat16).equal(quantized.dequantize(dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match="give dtype, or dequantized_dtype in its place"):
+        quantized.dequantize()
+    with pytest.raises(TypeError, match="give tensor, or dequantized_tensor in its place"):
+        quantized.quantize(torch.ones(3), dequantized_tensor=torch.ones(3))
+
+
 def test_what_is_no_tensor_of_real_numbers_is_refused_by_name() -> None:
     quantized = QuantizedTensor(torch.zeros(3))
     with pytest.raises(TypeError, match=r"tensor must hold dense real numbers, got torch\.complex64"):

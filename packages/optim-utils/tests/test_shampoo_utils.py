@@ -83,6 +83,12 @@ def test_merge_refuses_other_float_targets_even_after_the_integer_was_cached(tar
     assert str(error.value) == f"target_tensor_dimensionality={target} has to be an integer or math.inf."
 
 
+def test_integers_may_be_numpys_and_do_not_wrap_around():
+    numpy = pytest.importorskip("numpy")
+    assert merge_small_dims(numpy.array([70_000, 70_000], "int32"), 2**40, numpy.int64(1)) == (70_000**2,)
+    assert distribute_buffer_sizes(numpy.array([128, 64]), numpy.int64(2)) == ((128, 0), (64, 1))
+
+
 def test_merge_is_cached_with_a_bound():
     merge_small_dims.cache_clear()
     merge_small_dims((4, 5, 6), 30, 1)

@@ -121,7 +121,7 @@ class CombinedLinear(nn.Module):
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
-        self.in_features_with_bias = in_features + bias
+        self.in_features_with_bias = in_features + bool(bias)
         self.bias = bool(bias)
         self.has_bias = bool(bias)
         self.checkpoint_format = checkpoint_format

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from numbers import Integral
+from operator import index
 
 import torch
 from torch import Tensor
@@ -31,10 +33,13 @@ def merge_small_dims(
     if target_tensor_dimensionality == math.inf:
         # the same object, as callers compare with `is`
         return tensor_shape  # type: ignore[return-value]
-    if not isinstance(target_tensor_dimensionality, int):
+    # in two steps: the compiler may not know the class of NumPy's integers
+    if not isinstance(target_tensor_dimensionality, int) and not isinstance(target_tensor_dimensionality, Integral):
         raise AssertionError(f"{target_tensor_dimensionality=} has to be an integer or math.inf.")
-    merge = _merge if torch.compiler.is_compiling() else _cached_merge
-    return merge(tuple(tensor_shape), threshold, target_tensor_dimensionality)
+    if torch.compiler.is_compiling():
+        return _merge(tuple(tensor_shape), threshold, target_tensor_dimensionality)
+    # products of NumPy's integers would wrap around
+    return _cached_merge(tuple(map(index, tensor_shape)), threshold, index(target_tensor_dimensionality))
 
 
 def _merge(shape: tuple[int, ...], threshold: int | float, target: int) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from optim_utils._state.tensor_fill import sharded_like
 from optim_utils.block_info import BlockInfo
 from optim_utils.low_bit import LowBitFormat, LowBitTensor, quantize
 from optim_utils.optimizer_modules import OptimizerModule
+
+T = TypeVar("T")
 
 __all__ = ["FLOAT_DTYPES", "QuantizedTensor", "check_numbers", "is_supported", "stored_as", "unsupported_error"]
 
@@ -108,8 +110,12 @@ class QuantizedTensor(OptimizerModule):
         quantized.quantize(values)
         return quantized
 
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The values in ``dtype``: the stored tensor itself if it has that dtype, else a new one."""
+    def dequantize(self, dtype: torch.dtype | None = None, *, dequantized_dtype: torch.dtype | None = None) -> Tensor:
+        """The values in ``dtype``: the stored tensor itself if it has that dtype, else a new one.
+
+        ``dequantized_dtype`` is another name of ``dtype``, the original's.
+        """
+        dtype = _given("dtype", dtype, "dequantized_dtype", dequantized_dtype)
         if not is_supported(stored_as(self.quantized_values)):
             raise unsupported_error(self.quantized_values.dtype)
         if isinstance(self.quantized_values, LowBitTensor):
@@ -117,8 +123,9 @@ class QuantizedTensor(OptimizerModule):
         return self.quantized_values.to(dtype)
 
     @torch.no_grad()
-    def quantize(self, tensor: Tensor) -> None:
-        """Write ``tensor`` into the storage."""
+    def quantize(self, tensor: Tensor | None = None, *, dequantized_tensor: Tensor | None = None) -> None:
+        """Write ``tensor`` into the storage; ``dequantized_tensor`` is another name of it, the original's."""
+        tensor = _given("tensor", tensor, "dequantized_tensor", dequantized_tensor)
         if not is_supported(stored_as(self.quantized_values)):
             raise unsupported_error(self.quantized_values.dtype)
         check_numbers(tensor, "tensor")
@@ -128,6 +135,15 @@ class QuantizedTensor(OptimizerModule):
                 f"{tuple(tensor.shape)}"
             )
         self.quantized_values.copy_(sharded_like(self.quantized_values, tensor))
+
+
+def _given(name: str, value: T | None, other_name: str, other: T | None) -> T:
+    """The value of an argument that has two names."""
+    if value is not None and other is None:
+        return value
+    if other is not None and value is None:
+        return other
+    raise TypeError(f"give {name}, or {other_name} in its place")
 
 
 # pickles and errors name the public module

@@ -166,7 +166,8 @@ def quantize_into(codes: Tensor, scale: Tensor, x: Tensor, fmt: LowBitFormat, *,
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"quantize_into takes a tensor x, got a {type(x).__name__}")
-    target = LowBitTensor(codes, scale, offset, fmt, x.shape)
+    check_format(fmt)
+    target = LowBitTensor(codes, scale, offset, fmt.specialized(), x.shape)
     target.copy_(x.detach())
 
 
@@ -206,7 +207,7 @@ def to_plain(t: LowBitTensor) -> dict[str, Any]:
     if t.offset is not None:
         plain["offset"] = t.offset.detach()
     sizes = {f"size_{dim}": size for dim, size in enumerate(t.shape)}
-    plain["format"] = {**t.fmt.to_ints(), "dtype": DTYPES.index(t.dtype), "dims": t.dim(), **sizes}
+    plain["format"] = {**t.fmt.specialized().to_ints(), "dtype": DTYPES.index(t.dtype), "dims": t.dim(), **sizes}
     return plain
 
 

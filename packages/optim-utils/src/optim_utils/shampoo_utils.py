@@ -10,6 +10,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Integral
 from operator import index
 from types import TracebackType
 from typing import Generic, TypeVar
@@ -143,7 +144,7 @@ def distribute_buffer_sizes(buffer_sizes: Sequence[int], group_size: int) -> tup
     aligned = [-(-_byte_count(number, size) // _ALIGNMENT) * _ALIGNMENT for number, size in enumerate(buffer_sizes)]
     if not aligned:
         return ()
-    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
+    if isinstance(group_size, bool) or not isinstance(group_size, Integral) or group_size < 1:
         raise ValueError(f"{group_size=} must be an integer and at least one")
     owner = [0] * len(aligned)
     loads = [(0, rank) for rank in range(group_size)]

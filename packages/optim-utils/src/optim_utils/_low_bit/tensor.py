@@ -170,12 +170,13 @@ class LowBitTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         operation = _OPERATIONS.get(func)
         # in inference mode, operations that are made of others come here whole
-        result = (operation or func.decompose)(*args, **(kwargs or {}))
+        result = (operation or func.decompose)(*args, **kwargs)
         if result is NotImplemented:
             raise NotImplementedError(
-                f"{func} is not defined for a LowBitTensor of shape {_shape_of_first(args)}: "
+                f"{func} is not defined for a LowBitTensor of shape {_shape_of_first([*args, *kwargs.values()])}: "
                 "compute with its .dequantize() and quantize the result"
             )
         return result
@@ -291,6 +292,8 @@ def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
             f"a LowBitTensor of shape {tuple(source.shape)} can't be copied into a {target.dtype} tensor: "
             "copy its .dequantize()"
         )
+    if not isinstance(source, Tensor):
+        raise TypeError(f"copy_ takes a tensor of shape {tuple(target.shape)}, got a {type(source).__name__}")
     if target.shape != source.shape:
         raise ValueError(f"copy_ takes the same shape: {tuple(target.shape)}, got {tuple(source.shape)}")
     given = source.codes if isinstance(source, LowBitTensor) else source

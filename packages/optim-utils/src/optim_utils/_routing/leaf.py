@@ -16,8 +16,11 @@ __all__ = ["CONVOLUTIONS", "Convolution", "Leaf", "Refusal", "matcher", "unparam
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 CONVOLUTIONS = get_args(Convolution)
 
-# Wrappers put these components into the names of what they wrap: torch.compile, FSDP1, checkpointing, DeepSpeed.
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
+# Wrappers put these components into the names of what they wrap: torch.compile, FSDP1, checkpointing, DeepSpeed, and
+# peft around a layer that it adds to.
+_WRAPPERS = frozenset(
+    {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "base_layer"}
+)
 # What wrappers put only at the front of a name: DDP and DataParallel the first, peft the second.
 _PREFIXES = (["module"], ["base_model", "model"])
 # What torch.nn.utils.parametrize calls the tensors that a parameter is computed from.
