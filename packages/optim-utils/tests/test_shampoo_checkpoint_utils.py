@@ -88,7 +88,7 @@ def test_flatten_refuses_cycles_and_what_is_no_dict():
     cyclic["a"]["b"] = cyclic
     with pytest.raises(ValueError, match=r'\["a", "b"\]'):
         flatten(cyclic)
-    with pytest.raises(TypeError, match="expected a dict, got list"):
+    with pytest.raises(TypeError, match="input_dict has to be a dict, got a list"):
         flatten([1])
     shared = {"x": 1}
     assert len(flatten({"a": shared, "b": shared})) == 2

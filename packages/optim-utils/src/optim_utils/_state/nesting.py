@@ -13,7 +13,7 @@ from optim_utils._state.paths import SequenceItem, decode_path, encode_item, enc
 _MARKS: dict[type, str] = {list: "l", tuple: "t"}
 
 
-def flatten(input_dict: Mapping[Any, Any], *, sequences: bool = False) -> dict[str, Any]:
+def flatten(input_dict: dict[Any, Any], *, sequences: bool = False) -> dict[str, Any]:
     """The leaves of nested dicts, the same objects in the same order, keyed by the JSON of their paths.
 
     Keys may be str, int, float, bool and None, and keep their type. An empty dict is a leaf, so that it is not lost.
@@ -23,9 +23,10 @@ def flatten(input_dict: Mapping[Any, Any], *, sequences: bool = False) -> dict[s
         sequences: also enter lists and tuples (exactly these types); their items are ``["l", i]`` and ``["t", i]``.
 
     Raises:
-        TypeError: for a key of another type, with its path.
+        TypeError: for a key of another type, with its path, and for what is no dict.
         ValueError: for a dict that contains itself.
     """
+    _check_type("input_dict", input_dict, dict)
     flat: dict[str, Any] = {}
     for path, encoded, leaf in _leaves(input_dict, sequences):
         key = f"[{', '.join(encoded)}]"
@@ -41,19 +42,20 @@ def unflatten(flattened_dict: Mapping[str, Any]) -> dict[Any, Any]:
     Raises:
         ValueError: for a key that is no path, and for two keys of which one leads through the leaf of the other.
     """
-    _check_mapping("flattened_dict", flattened_dict)
+    _check_type("flattened_dict", flattened_dict, Mapping)
     nested = _Nested()
     for key, leaf in flattened_dict.items():
         nested.insert(decode_path(key), leaf, key)
     return nested.finish()
 
 
-def to_dotted(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+def to_dotted(state: dict[Any, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
     """The leaves of nested dicts by the dotted names of ``torch.distributed.checkpoint``, and the path of each name.
 
     Raises:
         ValueError: if two paths have one name, as those of the keys 0 and "0", or of ``{"a.b": 1, "a": {"b": 2}}``.
     """
+    _check_type("state", state, dict)
     dotted: dict[str, Any] = {}
     mapping: dict[str, tuple[Any, ...]] = {}
     for path, _, leaf in _leaves(state, sequences=False):
@@ -71,8 +73,8 @@ def from_dotted(dotted: Mapping[str, Any], mapping: Mapping[str, tuple[Any, ...]
     Raises:
         ValueError: for a name of which the mapping has no path.
     """
-    _check_mapping("dotted", dotted)
-    _check_mapping("mapping", mapping)
+    _check_type("dotted", dotted, Mapping)
+    _check_type("mapping", mapping, Mapping)
     nested = _Nested()
     for name, leaf in dotted.items():
         if name not in mapping:
@@ -85,15 +87,13 @@ def from_dotted(dotted: Mapping[str, Any], mapping: Mapping[str, tuple[Any, ...]
     return nested.finish()
 
 
-def _check_mapping(name: str, value: object) -> None:
-    if not isinstance(value, Mapping):
+def _check_type(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
         raise TypeError(f"{name} has to be a dict, got a {type(value).__name__}")
 
 
-def _leaves(root: Mapping[Any, Any], sequences: bool) -> Iterator[tuple[list[Any], list[str], Any]]:
+def _leaves(root: dict[Any, Any], sequences: bool) -> Iterator[tuple[list[Any], list[str], Any]]:
     """Each leaf with its path and the JSON of each item of it; the two lists are reused, so copy what you keep."""
-    if not isinstance(root, dict):
-        raise TypeError(f"expected a dict, got {type(root).__name__}")
     path: list[Any] = []
     encoded: list[str] = []
     # one entry for every container that is being walked: its remaining items, and which object it is
