@@ -39,6 +39,8 @@ def test_identity():
     assert view.is_identity
     assert view.views(weight)[0] is weight
     assert not MatrixView(shape=(3, 2), transposed=True).is_identity
+    with pytest.raises(TypeError, match=r"of shape \(3, 2\), got a NoneType"):
+        MatrixView(shape=(3, 2)).views(None)
     with pytest.raises(ValueError, match=r"of shape \(3, 2\), got \(2, 3\)"):
         view.views(weight.T)
 

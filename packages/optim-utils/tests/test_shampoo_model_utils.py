@@ -637,3 +637,9 @@ def test_join_and_split():
     for wrong in (b, torch.zeros(4, 0)):
         with pytest.raises(ValueError, match="expected a matrix"):
             split_weight_bias(wrong, True)
+    with pytest.raises(TypeError, match="w of join_weight_bias has to be a tensor, got a NoneType"):
+        join_weight_bias(None, b)
+    with pytest.raises(TypeError, match="b of join_weight_bias has to be a tensor, got a float"):
+        join_weight_bias(w, 0.5)
+    with pytest.raises(TypeError, match="c of split_weight_bias has to be a tensor, got a NoneType"):
+        split_weight_bias(None, True)

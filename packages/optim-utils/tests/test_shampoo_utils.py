@@ -146,6 +146,8 @@ def test_plan_of_a_channels_last_weight():
     assert plan.unmerge(merged).data_ptr() == merged.data_ptr()
     with pytest.raises(ValueError, match=r"\(8, 4, 3, 3\), got \(4, 8, 3, 3\)"):
         plan.merge(torch.randn(4, 8, 3, 3))
+    with pytest.raises(TypeError, match=r"\(8, 36\), got a NoneType"):
+        plan.unmerge(None)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,9 @@ _ROW_ALIGNMENT = 16
 
 def join_weight_bias(w: Tensor, b: Tensor | None) -> Tensor:
     """The matrix (out, in + 1) of a weight (out, in) and a bias (out) as the last column; ``w`` itself without one."""
+    for name, tensor in (("w", w), ("b", b)):
+        if not (isinstance(tensor, Tensor) or (tensor is None and name == "b")):
+            raise TypeError(f"{name} of join_weight_bias has to be a tensor, got a {type(tensor).__name__}")
     if w.ndim != 2 or (b is not None and b.shape != w.shape[:1]):
         shape = None if b is None else tuple(b.shape)
         raise ValueError(f"expected a weight (out, in) and a bias (out), got shapes {tuple(w.shape)} and {shape}")
@@ -29,6 +32,8 @@ def join_weight_bias(w: Tensor, b: Tensor | None) -> Tensor:
 
 def split_weight_bias(c: Tensor, has_bias: bool) -> tuple[Tensor, Tensor | None]:
     """The weight and the bias in a joined matrix, as views; the inverse of `join_weight_bias`."""
+    if not isinstance(c, Tensor):
+        raise TypeError(f"c of split_weight_bias has to be a tensor, got a {type(c).__name__}")
     if c.ndim != 2 or (has_bias and c.shape[1] == 0):
         raise ValueError(f"expected a matrix (out, in + {int(has_bias)}), got shape {tuple(c.shape)}")
     return (c[:, :-1], c[:, -1]) if has_bias else (c, None)

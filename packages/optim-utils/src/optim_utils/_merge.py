@@ -104,6 +104,8 @@ class MergePlan:
 
     @staticmethod
     def _check(tensor: Tensor, shape: tuple[int, ...]) -> None:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"this plan is for tensors of shape {shape}, got a {type(tensor).__name__}")
         if tuple(tensor.shape) != shape:
             raise ValueError(f"this plan is for tensors of shape {shape}, got {tuple(tensor.shape)}")
 

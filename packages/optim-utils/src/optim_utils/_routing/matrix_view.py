@@ -101,8 +101,11 @@ class MatrixView:
         """The (..., m, n) views of ``tensor`` (parameter, gradient or momentum); writing to them writes to it.
 
         Raises:
+            TypeError: for what is no tensor, such as the gradient of a parameter that has none.
             ValueError: if the tensor has another shape, or strides that allow no view.
         """
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"this view is of tensors of shape {self.shape}, got a {type(tensor).__name__}")
         if tuple(tensor.shape) != self.shape:
             raise ValueError(f"this view is of tensors of shape {self.shape}, got {tuple(tensor.shape)}")
         if self.order:
