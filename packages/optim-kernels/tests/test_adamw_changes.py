@@ -346,6 +346,7 @@ def test_complex_parameters_are_stepped_as_by_torch() -> None:
         ("weight_decay", None, "weight_decay must be a number"),
         ("betas", None, "betas must be a pair, got None"),
         ("betas", (0.9,), r"betas must be a pair, got \(0.9,\)"),
+        ("betas", (0.9, 0.99, 0.999), r"betas must be a pair, got \(0.9, 0.99, 0.999\)"),
         ("betas", ("0.9", 0.99), "beta.* must be a number .*, got '0.9'"),
         ("max_norm", "1.0", "max_norm must be a number"),
         ("norm_type", "2", "norm_type must be a number"),
@@ -372,6 +373,29 @@ def test_what_is_no_number_and_no_switch_by_now_is_refused_before_anything_moves
     with pytest.raises((TypeError, ValueError), match=f"^{words}"):
         optimizer.step()
     assert all(map(torch.equal, params, before))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"differentiable": True}, r"in which param_groups\[1\]\['params'\]\[0\], a leaf that requires a gradient"),
+        ({"differentiable": True, "foreach": True}, "foreach functions have no derivatives"),
+        ({"foreach": True, "lr": torch.tensor(0.1)}, "lr as a Tensor is not supported for capturable=False and"),
+        ({"foreach": True, "betas": (torch.tensor(0.9), torch.tensor(0.99))}, r"betas\[0\] as a Tensor is not"),
+        ({"capturable": True}, r"param_groups\[1\]\['params'\]\[0\] is on the CPU; give it to a group with"),
+    ],
+    ids=str,
+)
+def test_what_torchs_code_refuses_is_refused_before_anything_moves(options: dict[str, Any], words: str) -> None:
+    """It did so when it came to the group, as one does that has another checkpoint's options."""
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = TritonAdamW([{"params": [p], "impl": "torch"} for p in params])
+    optimizer.param_groups[1].update(options)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with pytest.raises((RuntimeError, ValueError), match=words):
+        optimizer.step()
+    assert torch.equal(params[0], torch.ones(3))
 
 
 @pytest.mark.parametrize(

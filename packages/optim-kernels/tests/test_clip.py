@@ -346,15 +346,15 @@ def test_a_norm_that_is_no_tensor_is_refused() -> None:
 
 
 @pytest.mark.parametrize("clip", [clip_grad_norm_, lambda params, limit: clip_grads_with_norm_(params, limit, ONE)])
-@pytest.mark.parametrize("last", ["expanded", "8 bits"])
-def test_no_gradient_is_scaled_where_one_cannot_be(clip: Any, last: str) -> None:
+@pytest.mark.parametrize("last", ["expanded", torch.float8_e5m2, torch.int32], ids=str)
+def test_no_gradient_is_scaled_where_one_cannot_be(clip: Any, last: Any) -> None:
     first, other = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
     first.grad = torch.full((3,), 5.0)
     if last == "expanded":
         other.grad = torch.ones(1).expand(3)
     else:
-        other = torch.nn.Parameter(torch.ones(3).to(torch.float8_e5m2))
-        other.grad = torch.ones(3).to(torch.float8_e5m2)
+        other = torch.nn.Parameter(torch.ones(3).to(last), requires_grad=False)
+        other.grad = torch.ones(3).to(last)
     with pytest.raises(ValueError, match=r"gradient 1, torch\..* cannot be scaled in place: give a contiguous one"):
         clip([first, other], 0.1)
     assert torch.equal(first.grad, torch.full((3,), 5.0))

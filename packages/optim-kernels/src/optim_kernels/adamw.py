@@ -35,7 +35,7 @@ from optim_kernels._optimizers.adamw_state import (
     zero_state,
 )
 from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
-from optim_kernels._optimizers.adamw_torch import beyond_torch, step_with_torch
+from optim_kernels._optimizers.adamw_torch import check_step, step_with_torch
 from optim_kernels._optimizers.explaining import launches_line, log_fallback, text_table
 from optim_kernels._optimizers.fitting import refuse
 from optim_kernels._optimizers.group_clipping import check_clipping, check_here, clipping_of_step, norm_and_factor
@@ -234,13 +234,7 @@ class TritonAdamW(PrivateState, torch.optim.AdamW):
         prepared.refuse_unfit(grads, why_unfit_state, self._parameter_names)
         for group, own, own_grads, own_states, _ in with_torch:
             check_adamw_scalars(group)
-            wrong = beyond_torch(group, own, own_grads, own_states)
-            if wrong is not None:
-                raise RuntimeError(
-                    "complex parameters and differentiable=True are left to torch's own code, which has neither "
-                    "stochastic rounding, nor master weights, nor moments of another dtype than the parameter's; give "
-                    f"{self._parameter_names()[wrong]} to a group without them"
-                )
+            check_step(group, own, own_grads, own_states, self._parameter_names)
         grad_scale, found_inf = self._loss_scaling()
         max_norm, norm_type = clipping_of_step(self)
         if max_norm is not None:

@@ -126,10 +126,11 @@ def clip_grads_with_norm_(
     if foreach is None and _NORMS.scale_(gradients, factor):
         return
     for place, gradient in enumerate(gradients):
-        if has_overlaps(gradient) or gradient.dtype.itemsize < 2:
+        is_number = gradient.is_floating_point() or gradient.is_complex()
+        if has_overlaps(gradient) or not is_number or gradient.dtype.itemsize < 2:
             raise ValueError(
                 f"gradient {place}, {gradient.dtype} of shape {tuple(gradient.shape)} and strides {gradient.stride()}, "
-                "cannot be scaled in place: give a contiguous one, of 16 bits or more"
+                "cannot be scaled in place: give a contiguous one, in floats of 16 bits or more"
             )
     for gradient in gradients:
         # torch multiplies a 16-bit gradient by a 0-d fp32 tensor in 16 bits, which would round the factor

@@ -126,16 +126,12 @@ class AdamWStep:
         try:
             scalars = [
                 AdamWScalars(
-                    group["lr"],
-                    group["betas"][0],
-                    group["betas"][1],
-                    group["eps"],
-                    group["weight_decay"],
-                    group.get("maximize", False),
+                    group["lr"], beta1, beta2, group["eps"], group["weight_decay"], group.get("maximize", False)
                 )
                 for group in groups
+                for beta1, beta2 in [group["betas"]]
             ]
-        except (TypeError, IndexError):
+        except (TypeError, ValueError):
             # find the group whose betas are no pair
             for group in groups:
                 check_adamw_scalars(group)

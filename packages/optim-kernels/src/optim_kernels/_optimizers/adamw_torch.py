@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,14 +36,50 @@ def step_with_torch(
         )
 
 
-def beyond_torch(
-    group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
-) -> Tensor | None:
-    """The first parameter with options that torch's code lacks, in a group that no other code can update."""
-    if not group["differentiable"] and not any(param.is_complex() for param in params):
-        return None
-    each = zip(params, grads, states)
-    return next((param for param, grad, state in each if not _fits_torch(group, [param], [grad], [state])), None)
+def check_step(
+    group: dict[str, Any],
+    params: list[Tensor],
+    grads: list[Tensor],
+    states: list[dict[str, Any]],
+    names: Callable[[], Mapping[Tensor, str]],
+) -> None:
+    """Raise for what torch's code lacks or refuses: it would do so in the middle of a step, when others have moved."""
+    differentiable, is_foreach = group["differentiable"], group["foreach"]
+    if differentiable or any(param.is_complex() for param in params):
+        each = zip(params, grads, states)
+        wrong = next((param for param, grad, state in each if not _fits_torch(group, [param], [grad], [state])), None)
+        if wrong is not None:
+            raise RuntimeError(
+                "complex parameters and differentiable=True are left to torch's own code, which has neither stochastic "
+                "rounding, nor master weights, nor moments of another dtype than the parameter's; give "
+                f"{names()[wrong]} to a group without them"
+            )
+    if not (differentiable or is_foreach or group["capturable"]) or not _fits_torch(group, params, grads, states):
+        return
+    if differentiable and is_foreach:
+        raise ValueError("torch's foreach functions have no derivatives: differentiable=True goes with foreach=None")
+    if is_foreach and not group["capturable"]:
+        numbers = {"lr": group["lr"], "betas[0]": group["betas"][0], "betas[1]": group["betas"][1]}
+        for option, number in numbers.items():
+            if isinstance(number, Tensor):
+                raise ValueError(
+                    f"{option} as a Tensor is not supported for capturable=False and foreach=True; give foreach=None"
+                )
+    for param in params:
+        if group["capturable"] and param.device.type == "cpu":
+            raise RuntimeError(
+                f"capturable=True is for steps that a CUDA graph captures, and {names()[param]} is on the CPU; give it "
+                "to a group with capturable=False"
+            )
+        if differentiable and any(map(_is_leaf_with_gradient, (param, param._base))):
+            raise RuntimeError(
+                f"differentiable=True makes the step a part of the graph, in which {names()[param]}, a leaf that "
+                "requires a gradient, cannot be overwritten; give its clone, or a group with differentiable=False"
+            )
+
+
+def _is_leaf_with_gradient(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.is_leaf and tensor.requires_grad
 
 
 def _fits_torch(group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> bool:
