@@ -311,6 +311,10 @@ def _other_features(rank: int, world_size: int) -> list[str]:
     check("gradient dtype", tensor.grad.dtype == torch.float32)
 
     plain = tensor.detach()
+    for name, wanted in (("any", True), ("all", False)):
+        # up to torch 2.13 with a sum or a product of bool pending
+        found = getattr(plain > 40, name)()
+        check(name, redistribute(found, None, [Replicate(), Replicate()]).to_local().item() is wanted)
     handle = redistribute(plain, None, [Replicate(), Replicate()], async_op=True)
     check("handle", torch.equal(handle.wait().to_local(), full))
     try:

@@ -312,6 +312,18 @@ def test_integers_are_combined_as_themselves() -> None:
         assert torch.equal(part, locals[0] * locals[1] * locals[2])
 
 
+@pytest.mark.parametrize("op", ["sum", "max", "product", "min"])
+def test_truth_values_are_combined_by_or_and_by_and(op: str) -> None:
+    mesh = Mesh(3)
+    values = torch.tensor([[number >> k & 1 for number in range(8)] for k in range(3)], dtype=torch.bool)
+    wanted = values.any(0) if op in ("sum", "max") else values.all(0)
+    for dst in (Layout(mesh, [None]), Layout(mesh, [0])):
+        found = simulate(plan((8,), torch.bool, Layout(mesh, [None], {0: op}), dst), list(values))
+        assert all(torch.equal(part, part_of(wanted, dst, rank)) for rank, part in found.items())
+    with pytest.raises(UnsupportedError, match="an average of bool is no bool"):
+        simulate(plan((8,), torch.bool, Layout(mesh, [None], {0: "avg"}), Layout(mesh, [None])), list(values))
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128], ids=str)
@@ -932,10 +944,12 @@ def test_a_started_reduction_comes_back_bit_for_bit_or_is_refused(op: str, dtype
     if dtype.is_complex:
         parts = (-0.0, 0.0, float("inf"), 2.0)
         full[:16] = torch.tensor([complex(a, b) for a in parts for b in parts], dtype=dtype)
+    if dtype == torch.bool:
+        full[::3] = False
     for num_ranks in (2, 3, 7):
         whole = Layout(Mesh(num_ranks), [None])
         pending = Layout(whole.mesh, [None], {0: op})
-        refused = dtype == torch.bool or (dtype.is_complex and op in ("min", "max", "product"))
+        refused = dtype.is_complex and op in ("min", "max", "product")
         if refused or (op == "avg" and (not dtype.is_floating_point or dtype == torch.float64)):
             with pytest.raises(UnsupportedError, match=f"cannot start a pending {op} of {str(dtype).split('.')[1]}: "):
                 plan((1000,), dtype, whole, pending)

@@ -71,8 +71,11 @@ def is_floating(name: str) -> bool:
 
 def why_not_combined(op: str, name: str) -> str | None:
     """Why an operation cannot combine contributions of this type, None if it can."""
-    if name == "bool" or name.startswith("float4"):
-        return f"{name} has no arithmetic; convert to a type that has: bool to uint8, and take max (any) or min (all)"
+    if name.startswith("float4"):
+        return f"{name} has no arithmetic; convert to a type that has"
+    # torch's any and all leave a sum and a product of bool pending: its sums and maxima are "or", the others "and"
+    if op == "avg" and name == "bool":
+        return "an average of bool is no bool; convert to a type that can be divided"
     if op != "product" and name in _UNORDERED:
         return f"torch neither adds nor compares {name}; convert to a signed type, or view sums as one"
     if op in ("min", "max") and name.startswith("complex"):

@@ -71,7 +71,8 @@ class Reduction:
         """The reduction over axes with these operations and sizes.
 
         Raises:
-            UnsupportedError: for averages of integers, min and max of complex numbers, and types without arithmetic.
+            UnsupportedError: for averages of integers and of bool, min and max of complex numbers, and types without
+                arithmetic.
         """
         ops = {op for op, _ in reduced}
         for op in sorted(ops):
@@ -208,6 +209,8 @@ def fill_identity(dst: Tensor, op: str) -> None:
         dst.fill_(complex(-0.0, -0.0) if dst.dtype.is_complex else -0.0 if dst.dtype.is_floating_point else 0)
     elif op == "product":
         dst.fill_(1)
+    elif dst.dtype == torch.bool:
+        dst.fill_(op == "min")
     else:
         limits = torch.finfo(dst.dtype) if dst.dtype.is_floating_point else torch.iinfo(dst.dtype)
         # 8-bit floats with "fn" in their names have no infinities
