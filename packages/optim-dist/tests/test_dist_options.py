@@ -509,3 +509,5 @@ def test_a_group_that_is_no_dict_or_lists_nothing_is_refused(optimizer_class):
 def test_what_has_no_gradients_to_clip_is_refused(given):
     with pytest.raises(TypeError, match=r"takes optimizers of optim_dist, or parameters .*, got a (Linear|NoneType)"):
         clip_grad_norm_(given, 1.0)
+    with pytest.raises(ValueError, match=r"clip_grad_norm_ got no parameters; .* lists its parameters once"):
+        clip_grad_norm_([], 1.0)

@@ -81,6 +81,11 @@ def _with_gradients(optimizer: LiveOptimizer) -> set[int]:
 def _optimizers(given: Any) -> list[LiveOptimizer]:
     is_listed = isinstance(given, Iterable) and not isinstance(given, LiveOptimizer | Tensor)
     items: list[Any] = list(given) if is_listed else [given]
+    if not items:
+        raise ValueError(
+            "clip_grad_norm_ got no parameters; give it those of an optimizer of optim_dist, or the optimizer (a "
+            "generator such as model.parameters() lists its parameters once)"
+        )
     for item in items:
         if not isinstance(item, LiveOptimizer | Tensor):
             raise TypeError(
