@@ -165,8 +165,11 @@ def test_refusals():
     if masked_partial is None:
         from torch.distributed.tensor._ops._embedding_ops import _MaskPartial as masked_partial  # torch 2.9
     masked = masked_partial(offset_shape=torch.Size([4]), offset_dim=0)
-    with pytest.raises(UnsupportedError, match="Replicate"):
+    with pytest.raises(UnsupportedError, match=r"a masked partial needs the mask of its operation; .*Replicate"):
         Layout.from_placements(mesh, [masked, Replicate()], (4,))
+    norm = type("_NormPartial", (Partial,), {})("sum")
+    with pytest.raises(UnsupportedError, match=r"a _NormPartial is finished by the formula of its .*Replicate"):
+        Layout.from_placements(mesh, [norm, Replicate()], (4,))
     with pytest.raises(UnsupportedError, match="premul"):
         Layout.from_placements(mesh, [Partial("premul"), Replicate()], (4,))
     with pytest.raises(UnsupportedError, match="not known"):

@@ -184,9 +184,10 @@ def _ours(placement: TorchPlacement) -> Placement:
             )
         return Placement(op=placement.reduce_op)
     if isinstance(placement, Partial):
+        why = "a masked partial needs the mask" if name == "_MaskPartial" else f"a {name} is finished by the formula"
         raise UnsupportedError(
-            f"{placement}: a masked partial needs the mask of its operation; let DTensor redistribute it to "
-            "Replicate() or Shard(dim) before it comes here"
+            f"{placement}: {why} of its operation; let DTensor redistribute it to Replicate() or Shard(dim) before it "
+            "comes here"
         )
     raise UnsupportedError(f"{placement!r} of type {name} is not known here; use Shard, Replicate or Partial")
 

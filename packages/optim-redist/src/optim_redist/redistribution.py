@@ -106,7 +106,7 @@ def redistribute(
     of two tensors that share memory changes the other.
 
     Args:
-        dtensor: any placements, masked partials excepted.
+        dtensor: any placements, masked partials and pending norms excepted.
         device_mesh: the target's mesh; by default the tensor's own.
         placements: one for each axis of the target's mesh.
         async_op: return a ``Handle`` whose ``wait()`` returns the result; only without autograd. ``dtensor`` must not
