@@ -7,8 +7,17 @@ import torch
 # Kernels read this when they are defined, so it is set before any test module imports one.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    # A second less for every rank of every test; not where there is a GPU, which no process may touch before it forks.
-    os.environ.setdefault("RANKS_PRELOAD", "pytest,hypothesis,optim_dist,optim_kernels.functional.muon_plan")
+    # What ranks need is imported once and not by each of them, which takes a tenth of a second for optim_redist and one
+    # for Triton; not where there is a GPU, which no process may touch before it forks.
+    preloaded = [
+        "pytest",
+        "hypothesis",
+        "optim_utils.testing",
+        "optim_kernels.functional.muon_plan",
+        *(f"optim_redist.{name}" for name in ("redistribution", "many", "repeated", "verification")),
+        "optim_dist",
+    ]
+    os.environ.setdefault("RANKS_PRELOAD", ",".join(preloaded))
 
 import pytest
 

@@ -7,6 +7,7 @@ so the function has to be at the top of an importable module.
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import tempfile
@@ -138,6 +139,7 @@ def _received(rank: int, process: BaseProcess, pipe: Connection) -> tuple[bool, 
 def _rank_main(
     pipe: Connection, function: Callable[..., Any], rank: int, args: tuple[Any, ...], settings: _Settings
 ) -> None:
+    gc.freeze()  # what the forkserver has loaded is not looked through by each collection of each rank
     try:
         os.environ.update(settings.environment)
         torch.set_num_threads(1)
