@@ -11,11 +11,11 @@ from optim_dist import TritonDistAdamW, TritonDistMuonAdamW
 
 
 class Net(nn.Module):
-    """Four layers; ``skip`` leaves one out, so that its parameters get no gradient."""
+    """Layers of one shape; ``skip`` leaves one out, so that its parameters get no gradient."""
 
-    def __init__(self, device) -> None:
+    def __init__(self, device, num_layers=4) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(num_layers))
         for number, parameter in enumerate(self.parameters()):
             with torch.no_grad():
                 parameter.copy_(0.3 * normal(tuple(parameter.shape), 11, number))
@@ -33,8 +33,8 @@ def batch(rank, step, micro=0):
     return normal((3, 5), 21, rank, step, micro).to(device_of(rank))
 
 
-def build(rank, **options):
-    net = Net(device_of(rank))
+def build(rank, num_layers=4, **options):
+    net = Net(device_of(rank), num_layers)
     options = {"lr": 0.05, "reducer": "exact", "bucket_mb": 1e-4, **options}
     return net, TritonDistAdamW(net.named_parameters(), model=net, **options)
 
