@@ -65,8 +65,11 @@ def compiled(kind):
         constants |= dict(P_DTYPE=tl.bfloat16, MASTER_KIND=2, CAUTIOUS=True)
     elif lone:
         del constants["DEPTH"]
-        constants |= dict(SYMMETRIC=symmetric, SAME=True, HAS_Q=symmetric, BANDED=symmetric, OVERLAP=True)
-        constants |= dict(STAGES=4, TALL=1 if "small" in kind else 2, EARLY=symmetric)
+        blocks = {"small": (1, 1 if symmetric else 2), "half": (1, 2), "tall": (3, 2), "square": (2, 2)}
+        tall, broad = blocks.get(kind.split()[1], (2, 2 if symmetric else 4))
+        square = symmetric and tall == broad
+        constants |= dict(SYMMETRIC=symmetric, SAME=square, HAS_Q=symmetric, BANDED=square, OVERLAP=True)
+        constants |= dict(STAGES=5 if tall == 3 else 4, TALL=tall, BROAD=broad, EARLY=symmetric)
     elif wide:
         constants |= dict(SYMMETRIC=symmetric, STAGES=3)
     elif "int8" in kind:
@@ -82,7 +85,7 @@ def compiled(kind):
     made = triton.compile(
         GluonASTSource(kernel, signature, values),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": 4} | ({"maxnreg": 168} if "small" in kind else {}),
+        options={"num_warps": 4} | ({"maxnreg": 168} if "small" in kind or "half" in kind else {}),
     )
     products = len(re.findall(r"wgmma[.]mma_async", made.asm["ptx"]))
     path = Path(sys.argv[1])
@@ -112,6 +115,9 @@ KINDS = {
     "general lone": 2 * 4,
     "symmetric small lone": (2 + 4) * 4,
     "general small lone": 2 * 4,
+    "general tall lone": 3 * 4,
+    "symmetric half lone": 2 * 4,
+    "general square lone": 2 * 4,
 }
 
 
@@ -135,8 +141,8 @@ def test_the_kernels_compile_for_hopper(kind: str, compiled: dict[str, tuple[int
     assert not isinstance(found, str), found[-3000:]
     shared, warps, products, messages = found
     assert shared <= 232_448  # bytes that a program on Hopper may have
-    # two consumers of four, or one, and the producer's group
-    assert warps == (8 if "small" in kind else 12)
+    # three, two or one consumers of four, and the producer's group
+    assert warps == (8 if "small" in kind or "half" in kind else 16 if "tall" in kind else 12)
     assert products == KINDS[kind]
     assert "serialized" not in messages
     assert set(re.findall(r"(\d+) bytes spill stores", messages)) == {"0"}

@@ -15,9 +15,9 @@ from optim_kernels._impl import multiplies_fp64_fast
 from optim_kernels._newton_schulz.tiles import (
     INTERPRETED,
     LONE,
+    LONE_GENERAL,
+    LONE_HALF,
     LONE_SMALL,
-    LONE_SMALL_WIDE,
-    LONE_WIDE,
     PING_PONG,
     WIDE,
     Tile,
@@ -37,6 +37,7 @@ from optim_kernels._kernels.product import rectangle_tile, triangle_tile
 from optim_kernels._newton_schulz.iterations import normalize
 from optim_kernels._triton import FUSED, tl, triton
 
+LONE_WIDE, LONE_TALL, LONE_SQUARE, LONE_SMALL_WIDE = (tile for tile, _ in LONE_GENERAL)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype).removeprefix("torch."))
 
@@ -230,20 +231,26 @@ def test_tile_choice() -> None:
     assert symmetric_tile(1920, 1920, 1, 132, False, True) == LONE[0]
     assert symmetric_tile(1024, 1024, 1, 132, True, True) == LONE_SMALL[0]._replace(joined=True)
     assert symmetric_tile(768, 768, 1, 132, False, True) == LONE_SMALL[0]
+    assert symmetric_tile(1024, 1024, 1, 132, False, True) == LONE_HALF[0]
+    assert symmetric_tile(1280, 5120, 1, 132, True, True) == LONE_HALF[0]
+    assert symmetric_tile(1408, 1408, 1, 132, False, True) == LONE_HALF[0]
     assert symmetric_tile(768, 768, 12, 132, False, True) == Tile(128, 128, 64, 4, 3)
     assert symmetric_tile(1280, 1280, 80, 132, True)[:2] == (128, 128)
     assert symmetric_tile(8192, 8192, 1, 132, True)[:2] == (128, 128)
     assert not symmetric_tile(512, 2048, 32, 132, True).quartered
     assert general_tile(4096, 4096, 4096, 1, 132)[:2] == (128, 256)
-    assert general_tile(2048, 2048, 2048, 1, 132, True) == LONE_WIDE[0]
+    assert general_tile(2048, 2048, 2048, 1, 132, True) == LONE_WIDE
     assert general_tile(1024, 1024, 1024, 1, 132) == Tile(64, 128, 64, 4, 6)
-    assert general_tile(1024, 1024, 1024, 1, 132, True) == LONE_SMALL_WIDE[0]
+    assert general_tile(1024, 1024, 1024, 1, 132, True) == LONE_SMALL_WIDE
+    assert general_tile(768, 3072, 768, 1, 132, True) == LONE_TALL
+    assert general_tile(1280, 1280, 1280, 1, 132, True) == LONE_SQUARE
+    assert general_tile(1600, 1600, 1600, 1, 132, True) == LONE_TALL
     assert symmetric_tile(1280, 1280, 80, 132, False, True).ping_pong
     assert general_tile(512, 512, 512, 24, 132, True) == PING_PONG
     assert general_tile(2304, 2304, 2304, 1, 132, True) == PING_PONG
     assert general_tile(3072, 3072, 3072, 1, 132, True) == PING_PONG
     assert general_tile(1280, 1280, 1280, 80, 132, True) == WIDE
-    assert general_tile(1792, 1792, 1792, 1, 132, True) == LONE_WIDE[0]
+    assert general_tile(1792, 1792, 1792, 1, 132, True) == LONE_WIDE
     assert general_tile(2048, 8192, 2048, 1, 132, True) == WIDE
     assert general_tile(4096, 4096, 4096, 1, 132, True) == WIDE
     assert general_tile(4096, 14336, 4096, 1, 132, True) == WIDE
@@ -401,13 +408,15 @@ def test_wide_products(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
 LONE_SHAPES = [(1, 2048, 2048), (1, 1936, 72), (2, 500, 1000), (3, 264, 8), (1, 64, 128), (1, 1600, 1600)]
 # the shape, the tile of A Aᵀ, that of other symmetric products, that of general ones
 LONE_CASES = [
-    pytest.param(shape, same, square, wide, id=f"{shape}, {square.rows}, {name}")
+    pytest.param(shape, same, square, wide, id=f"{shape}, {square[:2]}, {wide[:2]}, {name}")
     for shape in LONE_SHAPES
     for square, wide, banded in (
-        (LONE[0], LONE_WIDE[0], {"quartered": True}),
-        (LONE_SMALL[0], LONE_SMALL_WIDE[0], {"joined": True}),
+        (LONE[0], LONE_WIDE, {"quartered": True}),
+        (LONE[0], LONE_SQUARE, {}),
+        (LONE_HALF[0], LONE_TALL, {}),
+        (LONE_SMALL[0], LONE_SMALL_WIDE, {"joined": True}),
     )
-    for name, same in (("whole", square), ("banded", square._replace(**banded)))
+    for name, same in (("whole", square), ("banded", square._replace(**banded)))[: 1 + len(banded)]
     # four tiles of 128² on the diagonal go to three programs
     if not same.quartered or cdiv(shape[1], 128) % 4 == 0
 ]

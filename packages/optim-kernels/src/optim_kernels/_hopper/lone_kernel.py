@@ -1,14 +1,20 @@
 """Products of Newton–Schulz for Hopper in Gluon, one tile per program: for products that fill the chip at most once.
 
-    D = s (α A Bᵀ + β C),  Q = D + ω I     SYMMETRIC: tiles of TALL×TALL blocks on and below the diagonal, mirrored
-    D = s (α A B + β C)                    otherwise, in tiles of TALL × 2 TALL blocks
+    D = s (α A Bᵀ + β C),  Q = D + ω I     SYMMETRIC: tiles on and below the diagonal, mirrored
+    D = s (α A B + β C)                    otherwise
 
-A block is 64×64, TALL is 1 or 2. A program has a multiprocessor to itself: a producer copies A and B for each step
-along K into a ring in shared memory, and TALL consumers multiply 64 rows each (`lone_tiles`). Nothing hides the end of
-a tile, so it is kept short: C comes as one more step of the ring, and results leave from slots that have been read, so
-no buffers of their own take room from the ring. With OVERLAP a program of the next launch waits for any free
-multiprocessor, not for all: two programs never share one, as the ring takes more than half of its memory. With EARLY,
-where only the scale comes from the launch before, a program even multiplies before the scale is there.
+A tile has TALL × BROAD blocks of 64×64:
+
+    SYMMETRIC     1×1, 2×2, and 1×2: halves of square tiles, one of two on the diagonal half above it
+    otherwise     1×2, 2×2, 3×2, 2×4
+
+A program has a multiprocessor to itself: a producer copies A and B for each step along K into a ring in shared memory,
+and TALL consumers multiply 64 rows each (`lone_tiles`). A tile waits for what a multiprocessor can read, TALL + BROAD
+blocks a step. Nothing hides the end of a tile, so it is kept short: C comes as one more step of the ring, and results
+leave from slots that have been read, so no buffers of their own take room from the ring. With OVERLAP a program of the
+next launch waits for any free multiprocessor, not for all: two programs never share one, as the ring takes more than
+half of its memory. With EARLY, where only the scale comes from the launch before, a program even multiplies before the
+scale is there.
 
 Tiles on the diagonal need less work, and where every program counts (BANDED, for A Aᵀ alone) they are combined:
 
@@ -29,7 +35,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from optim_kernels._hopper.lone_tiles import SIDE, await_free, corner, lower_half, whole_tile
+from optim_kernels._hopper.lone_tiles import SIDE, await_free, corner, deep, half_tile, lower_half, whole_tile
 from optim_kernels._hopper.overlap import let_next_start, wait_for_previous
 from optim_kernels._hopper.ring import (
     CONSUMER_REGISTERS,
@@ -46,6 +52,8 @@ from optim_kernels._newton_schulz.tiles import Tile
 # Registers of a thread where TALL is 1, before the consumer takes over some of the producer's: without a limit the
 # compiler asks for more than a thread may have.
 _REGISTERS = 168
+# Of three consumers, the second and third.
+_CONSUMER_REGISTERS_OF_THREE = gl.constexpr(152)
 
 
 @gluon.jit
@@ -55,6 +63,7 @@ def _place(schedule, flags: gl.constexpr):
     BANDED: gl.constexpr = flags[5]
     GROUP: gl.constexpr = flags[6]
     TALL: gl.constexpr = flags[8]
+    BROAD: gl.constexpr = flags[11]
     programs, T, columns, _K = schedule
     pid = gl.program_id(0)
     inside = pid % programs
@@ -77,24 +86,30 @@ def _place(schedule, flags: gl.constexpr):
                     other = rest // 3 * 4 + 3
                 j = i
         else:
-            i, j = triangle_tile(inside, T, GROUP)
-        j *= TALL * SIDE
+            i, j = triangle_tile(inside // (BROAD // TALL), T, GROUP)
+            i = i * (BROAD // TALL) + inside % (BROAD // TALL)
+        j *= BROAD * SIDE
     else:
         i, j = rectangle_tile(inside, T, columns, GROUP)
-        j *= 2 * TALL * SIDE
+        j *= BROAD * SIDE
     other *= TALL * SIDE
     return pid // programs, i * TALL * SIDE, j, quarter, other + (quarter + 1) // 2 * SIDE, other + quarter // 2 * SIDE
 
 
 @gluon.jit
 def _load(desc, where, NUM: gl.constexpr, DOWN: gl.constexpr, ready, blocks, first):
-    """Request NUM blocks, below one another or side by side."""
+    """Request NUM blocks, below one another or side by side.
+
+    A block wholly outside the matrix would take the copy engine longer than one inside, and nothing of the result that
+    is stored comes of it: the last one inside takes its place.
+    """
     batch, row, column = where
+    last = (desc.shape[1 if DOWN else 2] - 1) // SIDE * SIDE
     for i in gl.static_range(NUM):
         if DOWN:
-            load(desc, [batch, row + i * SIDE, column], ready, blocks.index(first + i))
+            load(desc, [batch, gl.minimum(row + i * SIDE, last), column], ready, blocks.index(first + i))
         else:
-            load(desc, [batch, row, column + i * SIDE], ready, blocks.index(first + i))
+            load(desc, [batch, row, gl.minimum(column + i * SIDE, last)], ready, blocks.index(first + i))
 
 
 @gluon.jit
@@ -106,8 +121,8 @@ def _produce(descs, ring, schedule, flags: gl.constexpr):
     TALL: gl.constexpr = flags[8]
     OVERLAP: gl.constexpr = flags[9]
     EARLY: gl.constexpr = flags[10]
-    # a step has two blocks of A
-    DEEP: gl.constexpr = 2 // TALL
+    DEEP: gl.constexpr = deep(TALL)
+    BROAD: gl.constexpr = flags[11]
     a_desc, b_desc = descs[0], descs[1]
     a_blocks, b_blocks, all_ready, _empty = ring
     SIZE: gl.constexpr = a_desc.block_type.nbytes
@@ -120,10 +135,8 @@ def _produce(descs, ring, schedule, flags: gl.constexpr):
         slot = step % STAGES
         ready = all_ready.index(slot)
         await_free(ring, step, STAGES)
-        if not SYMMETRIC:
-            mbarrier.expect(ready, 6 * SIZE)
-        elif not SAME or row != column:
-            mbarrier.expect(ready, 4 * SIZE)
+        if not SYMMETRIC or BROAD > TALL or not SAME or row != column:
+            mbarrier.expect(ready, DEEP * (TALL + BROAD) * SIZE)
         elif not BANDED:
             mbarrier.expect(ready, 2 * SIZE)
         elif quarter == 1 or TALL == 1:
@@ -132,15 +145,15 @@ def _produce(descs, ring, schedule, flags: gl.constexpr):
             mbarrier.expect(ready, 3 * SIZE)
         for i in gl.static_range(DEEP):
             k = first + i * SIDE
-            _load(a_desc, (batch, row, k), TALL, True, ready, a_blocks, 2 * slot + i)
+            _load(a_desc, (batch, row, k), TALL, True, ready, a_blocks, DEEP * TALL * slot + i)
             if not SYMMETRIC:
-                _load(b_desc, (batch, k, column), 2 * TALL, False, ready, b_blocks, 4 * slot + 2 * i)
-            elif not SAME or row != column:
-                _load(b_desc, (batch, column, k), TALL, True, ready, b_blocks, 2 * slot + i)
+                _load(b_desc, (batch, k, column), BROAD, False, ready, b_blocks, BROAD * (DEEP * slot + i))
+            elif BROAD > TALL or not SAME or row != column:
+                _load(b_desc, (batch, column, k), BROAD, True, ready, b_blocks, BROAD * (DEEP * slot + i))
             elif BANDED:
-                load(a_desc, [batch, other_row, k], ready, b_blocks.index(2 * slot + i))
+                _load(a_desc, (batch, other_row, k), 1, True, ready, b_blocks, 2 * slot + i)
                 if quarter == 1:
-                    load(a_desc, [batch, other_column, k], ready, b_blocks.index(2 * slot + 1))
+                    _load(a_desc, (batch, other_column, k), 1, True, ready, b_blocks, 2 * slot + 1)
         step += 1
     _produce_c(descs[2], ring, step, (batch, row, column, other_row, other_column), flags)
 
@@ -153,11 +166,13 @@ def _produce_c(c_desc, ring, step, where, flags: gl.constexpr):
     BANDED: gl.constexpr = flags[5]
     STAGES: gl.constexpr = flags[7]
     TALL: gl.constexpr = flags[8]
+    DEEP: gl.constexpr = deep(TALL)
+    BROAD: gl.constexpr = flags[11]
     a_blocks, b_blocks, all_ready, _empty = ring
     SIZE: gl.constexpr = c_desc.block_type.nbytes
     batch, row, column, other_row, other_column = where
     if HAS_C:
-        if SYMMETRIC:
+        if SYMMETRIC and BROAD == TALL:
             slot = step % STAGES
             ready = all_ready.index(slot)
             await_free(ring, step, STAGES)
@@ -178,14 +193,16 @@ def _produce_c(c_desc, ring, step, where, flags: gl.constexpr):
                 slot = (step + me) % STAGES
                 ready = all_ready.index(slot)
                 await_free(ring, step + me, STAGES)
-                mbarrier.expect(ready, 2 * TALL * SIZE)
-                _load(c_desc, (batch, row + me * SIDE, column), 2 * TALL, False, ready, b_blocks, 4 * slot)
+                mbarrier.expect(ready, BROAD * SIZE)
+                _load(c_desc, (batch, row + me * SIDE, column), BROAD, False, ready, b_blocks, DEEP * BROAD * slot)
 
 
 @gluon.jit
 def _consume(ME: gl.constexpr, descs, ring, schedule, numbers, flags: gl.constexpr):
     SYMMETRIC: gl.constexpr = flags[0]
+    TALL: gl.constexpr = flags[8]
     OVERLAP: gl.constexpr = flags[9]
+    BROAD: gl.constexpr = flags[11]
     K = schedule[3]
     # so that no path goes around the loop: from Triton 3.7 on, such a path writes the zeros of sums without steps once
     # more where it ends, and the compiler makes every product wait for the one before
@@ -193,7 +210,9 @@ def _consume(ME: gl.constexpr, descs, ring, schedule, numbers, flags: gl.constex
     if OVERLAP and ME == 0:
         let_next_start(K)
     where = _place(schedule, flags)
-    if SYMMETRIC:
+    if SYMMETRIC and BROAD > TALL:
+        half_tile(where, descs, ring, K, numbers, flags)
+    elif SYMMETRIC:
         # the sums of the branches must not meet, or the compiler makes one product wait for the other
         if where[1] != where[2]:
             whole_tile(ME, where, descs, ring, K, numbers, flags)
@@ -231,18 +250,20 @@ def lone_kernel(
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
     TALL: gl.constexpr,
+    BROAD: gl.constexpr,
     OVERLAP: gl.constexpr,
     EARLY: gl.constexpr,
 ):
     """``programs`` per matrix; T tiles a side, or T rows and ``columns`` columns of tiles."""
-    B_BLOCKS: gl.constexpr = 2 if SYMMETRIC else 4
-    a_blocks, b_blocks = blocks_of(a_desc, 2 * STAGES), blocks_of(b_desc, B_BLOCKS * STAGES)
+    A_BLOCKS: gl.constexpr = deep(TALL) * TALL
+    B_BLOCKS: gl.constexpr = deep(TALL) * BROAD
+    a_blocks, b_blocks = blocks_of(a_desc, A_BLOCKS * STAGES), blocks_of(b_desc, B_BLOCKS * STAGES)
     ring = (a_blocks, b_blocks, barriers(STAGES), barriers(STAGES, TALL))
     fence_async_shared()
     descs = (a_desc, b_desc, c_desc, d_desc, q_desc)
     schedule = (programs, T, columns, K)
     numbers = (alpha, beta, omega, scale)
-    flags: gl.constexpr = (SYMMETRIC, SAME, HAS_C, HAS_Q, HAS_SCALE, BANDED, GROUP, STAGES, TALL, OVERLAP, EARLY)
+    flags: gl.constexpr = (SYMMETRIC, SAME, HAS_C, HAS_Q, HAS_SCALE, BANDED, GROUP, STAGES, TALL, OVERLAP, EARLY, BROAD)
     if TALL == 1:
         gl.warp_specialize(
             [
@@ -252,7 +273,7 @@ def lone_kernel(
             [1],
             [PRODUCER_REGISTERS],
         )
-    else:
+    elif TALL == 2:
         gl.warp_specialize(
             [
                 (_consume, (0, descs, ring, schedule, numbers, flags)),
@@ -261,6 +282,17 @@ def lone_kernel(
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, descs, ring, schedule, numbers, flags)),
+                (_consume, (1, descs, ring, schedule, numbers, flags)),
+                (_consume, (2, descs, ring, schedule, numbers, flags)),
+                (_produce, (descs, ring, schedule, flags)),
+            ],
+            [4, 4, 1],
+            [_CONSUMER_REGISTERS_OF_THREE, _CONSUMER_REGISTERS_OF_THREE, PRODUCER_REGISTERS],
         )
 
 
@@ -276,7 +308,7 @@ def lone_launch(
     options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
     if tile.rows == side:
         options["maxnreg"] = _REGISTERS
-    constants = (*flags, panel, tile.num_stages, tile.rows // side, overlap, overlap and early)
+    constants = (*flags, panel, tile.num_stages, tile.rows // side, tile.columns // side, overlap, overlap and early)
     return BlockLaunch(
         lone_kernel, programs, 5 * [(side, side)], constants, describe=descriptor, num_warps=4, **options
     )

@@ -1,6 +1,7 @@
 """What a consumer of `lone_kernel` does with its part of a tile: multiply, finish, store.
 
     whole_tile    64 rows of a tile of the general product, or of a symmetric one's below the diagonal
+    half_tile     64 rows of a symmetric tile of 128 columns
     corner        the upper left block of a diagonal tile, which may be all of it; BANDED: also a block of another one
     lower_half    the lower 64 rows of a diagonal tile
 
@@ -26,6 +27,12 @@ from optim_kernels._hopper.ring import barrier, blocks_as, store
 
 # Side of a block: the rows of one tensor core instruction, and the columns that the copy engine swizzles as one.
 SIDE = gl.constexpr(64)
+
+
+@gluon.constexpr_function
+def deep(tall):
+    """Blocks along K of one step of the ring."""
+    return 2 if tall == 1 else 1
 
 
 @gluon.jit
@@ -67,9 +74,9 @@ def _block(blocks, number):
 
 
 @gluon.jit
-def _tall(blocks, slot, STAGES: gl.constexpr):
-    """The two blocks of a slot as one of 128×64."""
-    return blocks_as(blocks, STAGES, 2 * SIDE, SIDE).index(slot).reshape([2 * SIDE, SIDE])
+def _tall(blocks, number, NUM: gl.constexpr):
+    """One of NUM tall blocks of 128×64, each made of two blocks."""
+    return blocks_as(blocks, NUM, 2 * SIDE, SIDE).index(number).reshape([2 * SIDE, SIDE])
 
 
 @gluon.jit
@@ -84,22 +91,22 @@ def _multiply(ME: gl.constexpr, ring, K, flags: gl.constexpr):
     SYMMETRIC: gl.constexpr = flags[0]
     STAGES: gl.constexpr = flags[7]
     TALL: gl.constexpr = flags[8]
-    DEEP: gl.constexpr = 2 // TALL
-    COLUMNS: gl.constexpr = TALL * SIDE if SYMMETRIC else 2 * TALL * SIDE
+    DEEP: gl.constexpr = deep(TALL)
+    BROAD: gl.constexpr = flags[11]
     a_blocks, b_blocks = ring[0], ring[1]
-    acc = _zeros(COLUMNS)
+    acc = _zeros(BROAD * SIDE)
     step = 0
     for k in range(0, K, DEEP * SIDE):
         slot = step % STAGES
         _await_ready(ring, step, STAGES)
         for i in gl.static_range(DEEP):
             if not SYMMETRIC:
-                b = _wide(b_blocks, DEEP * slot + i, COLUMNS, DEEP * STAGES)
-            elif TALL == 1:
+                b = _wide(b_blocks, DEEP * slot + i, BROAD * SIDE, DEEP * STAGES)
+            elif BROAD == 1:
                 b = _block(b_blocks, 2 * slot + i).permute((1, 0))
             else:
-                b = _tall(b_blocks, slot, STAGES).permute((1, 0))
-            acc = warpgroup_mma(_block(a_blocks, 2 * slot + i + ME), b, acc, is_async=True)
+                b = _tall(b_blocks, DEEP * slot + i, DEEP * STAGES).permute((1, 0))
+            acc = warpgroup_mma(_block(a_blocks, DEEP * TALL * slot + i + ME), b, acc, is_async=True)
         # all but this step's products are done
         acc = warpgroup_mma_wait(DEEP, deps=(acc,))
         _release(ring, step - 1, STAGES, k > 0)
@@ -137,7 +144,7 @@ def _multiply_corner(ring, quarter, K, flags: gl.constexpr):
     BANDED: gl.constexpr = flags[5]
     STAGES: gl.constexpr = flags[7]
     TALL: gl.constexpr = flags[8]
-    DEEP: gl.constexpr = 2 // TALL
+    DEEP: gl.constexpr = deep(TALL)
     a_blocks, b_blocks = ring[0], ring[1]
     acc = _zeros(SIDE)
     other = _zeros(SIDE)
@@ -217,7 +224,7 @@ def whole_tile(ME: gl.constexpr, where, descs, ring, K, numbers, flags: gl.const
     HAS_Q: gl.constexpr = flags[3]
     STAGES: gl.constexpr = flags[7]
     TALL: gl.constexpr = flags[8]
-    DEEP: gl.constexpr = 2 // TALL
+    DEEP: gl.constexpr = deep(TALL)
     a_blocks, b_blocks = ring[0], ring[1]
     d_desc, q_desc = descs[3], descs[4]
     batch, row, column = where[0], where[1] + ME * SIDE, where[2]
@@ -243,15 +250,56 @@ def whole_tile(ME: gl.constexpr, where, descs, ring, K, numbers, flags: gl.const
                 _send(q_desc, blocks, 2 * slot + i, batch, row, column + i * SIDE)
                 _send(q_desc, blocks, 2 * next_slot + i, batch, column + i * SIDE, row)
     else:
-        # C's rows for the second consumer come in the second of two steps
+        # each consumer's rows of C come in a step of their own
         slot = (step + ME) % STAGES
         _await_place(ring, step + ME, HAS_C, STAGES)
-        view = _wide(b_blocks, DEEP * slot, 2 * TALL * SIDE, DEEP * STAGES)
+        BROAD: gl.constexpr = flags[11]
+        view = _wide(b_blocks, DEEP * slot, BROAD * SIDE, DEEP * STAGES)
         _finish(acc, view, numbers, batch, flags)
         fence_async_shared()
         barrier()
-        for i in gl.static_range(2 * TALL):
-            _send(d_desc, b_blocks, 4 * slot + i, batch, row, column + i * SIDE)
+        for i in gl.static_range(BROAD):
+            _send(d_desc, b_blocks, DEEP * BROAD * slot + i, batch, row, column + i * SIDE)
+
+
+@gluon.jit
+def half_tile(where, descs, ring, K, numbers, flags: gl.constexpr):
+    SAME: gl.constexpr = flags[1]
+    HAS_C: gl.constexpr = flags[2]
+    HAS_Q: gl.constexpr = flags[3]
+    STAGES: gl.constexpr = flags[7]
+    DEEP: gl.constexpr = deep(flags[8])
+    blocks = ring[1]
+    d_desc, q_desc = descs[3], descs[4]
+    batch, row, column = where[0], where[1], where[2]
+    acc, step = _multiply(0, ring, K, flags)
+    if flags[10]:
+        wait_for_previous(K)
+    # blocks between this tile's first one and the diagonal: none above it, one across it, more below
+    below = (row - column) // SIDE
+    slot, next_slot, third = step % STAGES, (step + 1) % STAGES, (step + 2) % STAGES
+    _await_place(ring, step, HAS_C, STAGES)
+    d = _finish(acc, _wide(blocks, DEEP * slot, 2 * SIDE, DEEP * STAGES), numbers, batch, flags)
+    place, mirror, shifted = 2 * DEEP * slot, 2 * DEEP * next_slot, 2 * DEEP * third
+    if below < 2:
+        if not SAME:
+            _symmetrize(_block(blocks, place + below))
+        if HAS_Q:
+            await_free(ring, step + 2, STAGES)
+            _shift(_block(blocks, place + below), _block(blocks, shifted), numbers[2])
+    await_free(ring, step + 1, STAGES)
+    _tall(blocks, DEEP * next_slot, DEEP * STAGES).permute((1, 0)).store(d)
+    fence_async_shared()
+    barrier()
+    for i in gl.static_range(2):
+        if below >= i:
+            _send(d_desc, blocks, place + i, batch, row, column + i * SIDE)
+            if HAS_Q:
+                _send(q_desc, blocks, shifted if below == i else place + i, batch, row, column + i * SIDE)
+        if below > i:
+            _send(d_desc, blocks, mirror + i, batch, column + i * SIDE, row)
+            if HAS_Q:
+                _send(q_desc, blocks, mirror + i, batch, column + i * SIDE, row)
 
 
 @gluon.jit

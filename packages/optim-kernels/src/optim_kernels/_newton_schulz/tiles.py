@@ -104,11 +104,17 @@ GENERAL: Sequence[tuple[Tile, Cost]] = (
 )
 # The last of these where no multiprocessor has two, with more stages.
 GENERAL_ALONE = (Tile(64, 128, 64, 4, 6), Cost(3.4, 0.8, 1.3))
-# Tiles of products that take one round, square ones for symmetric products, on Hopper.
+# Tiles of products that take one round, on Hopper.
 LONE = (Tile(128, 128, 64, 12, 5, lone=True), Cost(5.5, 0.6, 1.4))
-LONE_WIDE = (Tile(128, 256, 64, 12, 3, lone=True), Cost(10.6, 2.6, 0.6))
 LONE_SMALL = (Tile(64, 64, 128, 8, 6, lone=True), Cost(2.85, 0.1, 0.8))
-LONE_SMALL_WIDE = (Tile(64, 128, 128, 8, 4, lone=True), Cost(3.4, 0.8, 1.2))
+LONE_HALF = (Tile(64, 128, 128, 8, 4, lone=True), Cost(3.3, 0.2, 0.8))
+LONE_SYMMETRIC = (LONE, LONE_HALF, LONE_SMALL)
+LONE_GENERAL = (
+    (Tile(128, 256, 64, 12, 3, lone=True), Cost(10.6, 2.6, 0.6)),
+    (Tile(192, 128, 64, 16, 5, lone=True), Cost(7.6, 2.6, 0.6)),
+    (Tile(128, 128, 64, 12, 6, lone=True), Cost(6.0, 0.5, 0.4)),
+    (Tile(64, 128, 128, 8, 4, lone=True), Cost(3.4, 0.8, 1.2)),
+)
 PING_PONG = Tile(128, 128, 64, 12, 5, ping_pong=True)
 # The same bytes of operands in int8.
 PING_PONG_INT8 = PING_PONG._replace(depth=128)
@@ -194,7 +200,7 @@ def general_tile(m: int, n: int, k: int, batch: int, num_sms: int, hopper: bool 
     if programs(GENERAL_ALONE[0]) <= num_sms:
         choice[-1] = GENERAL_ALONE
     if hopper:
-        choice += [each for each in (LONE_WIDE, LONE_SMALL_WIDE) if programs(each[0]) <= num_sms]
+        choice += [each for each in LONE_GENERAL if programs(each[0]) <= num_sms]
         if programs(PING_PONG) > num_sms:
             choice.append((PING_PONG, GENERAL_PING_PONG_COST))
         if k >= WIDE_LENGTH and programs(WIDE) > num_sms:
@@ -205,11 +211,11 @@ def general_tile(m: int, n: int, k: int, batch: int, num_sms: int, hopper: bool 
 def _lone_symmetric(m: int, batch: int, num_sms: int, same: bool) -> list[tuple[Tile, Cost]]:
     """Lone tiles, where there are enough multiprocessors for one program on each."""
     found = []
-    for tile, cost in (LONE, LONE_SMALL):
+    for tile, cost in LONE_SYMMETRIC:
         ways = [tile]
-        if same and tile.rows == LONE_SMALL[0].rows:
+        if same and tile == LONE_SMALL[0]:
             ways.append(tile._replace(joined=True))
-        elif same and cdiv(m, tile.side) % 4 == 0:
+        elif same and tile == LONE[0] and cdiv(m, tile.side) % 4 == 0:
             ways.append(tile._replace(quartered=True))
         found += [(way, cost) for way in ways if batch * symmetric_programs(m, way) <= num_sms][:1]
     return found
