@@ -35,7 +35,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from optim_kernels._hopper.lone_tiles import SIDE, await_free, corner, deep, half_tile, lower_half, whole_tile
+from optim_kernels._hopper.lone_tiles import SIDE, await_free, corner, flags_of, half_tile, lower_half, whole_tile
 from optim_kernels._hopper.overlap import let_next_start, wait_for_previous
 from optim_kernels._hopper.ring import (
     CONSUMER_REGISTERS,
@@ -59,25 +59,20 @@ _CONSUMER_REGISTERS_OF_THREE = gl.constexpr(152)
 @gluon.jit
 def _place(schedule, flags: gl.constexpr):
     """The matrix; the tile's first row and column; which quarter of another tile comes with it, its row and column."""
-    SYMMETRIC: gl.constexpr = flags[0]
-    BANDED: gl.constexpr = flags[5]
-    GROUP: gl.constexpr = flags[6]
-    TALL: gl.constexpr = flags[8]
-    BROAD: gl.constexpr = flags[11]
     programs, T, columns, _K = schedule
     pid = gl.program_id(0)
     inside = pid % programs
     # upper left, lower left or lower right; a tile of one block has the first alone
     quarter = 0
     other = 0
-    if SYMMETRIC:
-        if BANDED:
+    if flags.symmetric:
+        if flags.banded:
             # tiles below the diagonal, then those on it
-            i, j = triangle_tile(inside, T - 1, GROUP)
+            i, j = triangle_tile(inside, T - 1, flags.group)
             i += 1
             rest = inside - T * (T - 1) // 2
             if rest >= 0:
-                if TALL == 1:
+                if flags.tall == 1:
                     i = 2 * rest
                     other = i + 1
                 else:
@@ -86,14 +81,16 @@ def _place(schedule, flags: gl.constexpr):
                     other = rest // 3 * 4 + 3
                 j = i
         else:
-            i, j = triangle_tile(inside // (BROAD // TALL), T, GROUP)
-            i = i * (BROAD // TALL) + inside % (BROAD // TALL)
-        j *= BROAD * SIDE
+            parts = flags.broad // flags.tall
+            i, j = triangle_tile(inside // parts, T, flags.group)
+            i = i * parts + inside % parts
+        j *= flags.broad * SIDE
     else:
-        i, j = rectangle_tile(inside, T, columns, GROUP)
-        j *= BROAD * SIDE
-    other *= TALL * SIDE
-    return pid // programs, i * TALL * SIDE, j, quarter, other + (quarter + 1) // 2 * SIDE, other + quarter // 2 * SIDE
+        i, j = rectangle_tile(inside, T, columns, flags.group)
+        j *= flags.broad * SIDE
+    other *= flags.tall * SIDE
+    row = i * flags.tall * SIDE
+    return pid // programs, row, j, quarter, other + (quarter + 1) // 2 * SIDE, other + quarter // 2 * SIDE
 
 
 @gluon.jit
@@ -114,43 +111,35 @@ def _load(desc, where, NUM: gl.constexpr, DOWN: gl.constexpr, ready, blocks, fir
 
 @gluon.jit
 def _produce(descs, ring, schedule, flags: gl.constexpr):
-    SYMMETRIC: gl.constexpr = flags[0]
-    SAME: gl.constexpr = flags[1]
-    BANDED: gl.constexpr = flags[5]
-    STAGES: gl.constexpr = flags[7]
-    TALL: gl.constexpr = flags[8]
-    OVERLAP: gl.constexpr = flags[9]
-    EARLY: gl.constexpr = flags[10]
-    DEEP: gl.constexpr = deep(TALL)
-    BROAD: gl.constexpr = flags[11]
     a_desc, b_desc = descs[0], descs[1]
     a_blocks, b_blocks, all_ready, _empty = ring
     SIZE: gl.constexpr = a_desc.block_type.nbytes
     K = schedule[3]
     batch, row, column, quarter, other_row, other_column = _place(schedule, flags)
-    if OVERLAP and not EARLY:
+    if flags.overlap and not flags.early:
         wait_for_previous(K)
     step = 0
-    for first in range(0, K, DEEP * SIDE):
-        slot = step % STAGES
+    for first in range(0, K, flags.deep * SIDE):
+        slot = step % flags.stages
         ready = all_ready.index(slot)
-        await_free(ring, step, STAGES)
-        if not SYMMETRIC or BROAD > TALL or not SAME or row != column:
-            mbarrier.expect(ready, DEEP * (TALL + BROAD) * SIZE)
-        elif not BANDED:
+        await_free(ring, step, flags.stages)
+        if not flags.symmetric or flags.halved or not flags.same or row != column:
+            mbarrier.expect(ready, flags.deep * (flags.tall + flags.broad) * SIZE)
+        elif not flags.banded:
             mbarrier.expect(ready, 2 * SIZE)
-        elif quarter == 1 or TALL == 1:
+        elif quarter == 1 or flags.tall == 1:
             mbarrier.expect(ready, 4 * SIZE)
         else:
             mbarrier.expect(ready, 3 * SIZE)
-        for i in gl.static_range(DEEP):
+        for i in gl.static_range(flags.deep):
             k = first + i * SIDE
-            _load(a_desc, (batch, row, k), TALL, True, ready, a_blocks, DEEP * TALL * slot + i)
-            if not SYMMETRIC:
-                _load(b_desc, (batch, k, column), BROAD, False, ready, b_blocks, BROAD * (DEEP * slot + i))
-            elif BROAD > TALL or not SAME or row != column:
-                _load(b_desc, (batch, column, k), BROAD, True, ready, b_blocks, BROAD * (DEEP * slot + i))
-            elif BANDED:
+            _load(a_desc, (batch, row, k), flags.tall, True, ready, a_blocks, flags.deep * flags.tall * slot + i)
+            b_place = flags.broad * (flags.deep * slot + i)
+            if not flags.symmetric:
+                _load(b_desc, (batch, k, column), flags.broad, False, ready, b_blocks, b_place)
+            elif flags.halved or not flags.same or row != column:
+                _load(b_desc, (batch, column, k), flags.broad, True, ready, b_blocks, b_place)
+            elif flags.banded:
                 _load(a_desc, (batch, other_row, k), 1, True, ready, b_blocks, 2 * slot + i)
                 if quarter == 1:
                     _load(a_desc, (batch, other_column, k), 1, True, ready, b_blocks, 2 * slot + 1)
@@ -161,58 +150,48 @@ def _produce(descs, ring, schedule, flags: gl.constexpr):
 @gluon.jit
 def _produce_c(c_desc, ring, step, where, flags: gl.constexpr):
     """Request C, into the slots where D will be."""
-    SYMMETRIC: gl.constexpr = flags[0]
-    HAS_C: gl.constexpr = flags[2]
-    BANDED: gl.constexpr = flags[5]
-    STAGES: gl.constexpr = flags[7]
-    TALL: gl.constexpr = flags[8]
-    DEEP: gl.constexpr = deep(TALL)
-    BROAD: gl.constexpr = flags[11]
     a_blocks, b_blocks, all_ready, _empty = ring
     SIZE: gl.constexpr = c_desc.block_type.nbytes
     batch, row, column, other_row, other_column = where
-    if HAS_C:
-        if SYMMETRIC and BROAD == TALL:
-            slot = step % STAGES
+    if flags.has_c:
+        if flags.symmetric and not flags.halved:
+            slot = step % flags.stages
             ready = all_ready.index(slot)
-            await_free(ring, step, STAGES)
+            await_free(ring, step, flags.stages)
             if row != column:
-                mbarrier.expect(ready, TALL * TALL * SIZE)
-                _load(c_desc, (batch, row, column), TALL, False, ready, a_blocks, 2 * slot)
-            elif BANDED:
-                mbarrier.expect(ready, 2 * TALL * SIZE)
+                mbarrier.expect(ready, flags.tall * flags.tall * SIZE)
+                _load(c_desc, (batch, row, column), flags.tall, False, ready, a_blocks, 2 * slot)
+            elif flags.banded:
+                mbarrier.expect(ready, 2 * flags.tall * SIZE)
                 load(c_desc, [batch, row, row], ready, a_blocks.index(2 * slot))
                 load(c_desc, [batch, other_row, other_column], ready, a_blocks.index(2 * slot + 1))
             else:
-                mbarrier.expect(ready, (2 * TALL - 1) * SIZE)
+                mbarrier.expect(ready, (2 * flags.tall - 1) * SIZE)
                 load(c_desc, [batch, row, row], ready, a_blocks.index(2 * slot))
-            if TALL == 2:
+            if flags.tall == 2:
                 _load(c_desc, (batch, row + SIDE, column), 2, False, ready, b_blocks, 2 * slot)
         else:
-            for me in gl.static_range(TALL):
-                slot = (step + me) % STAGES
+            for me in gl.static_range(flags.tall):
+                slot = (step + me) % flags.stages
                 ready = all_ready.index(slot)
-                await_free(ring, step + me, STAGES)
-                mbarrier.expect(ready, BROAD * SIZE)
-                _load(c_desc, (batch, row + me * SIDE, column), BROAD, False, ready, b_blocks, DEEP * BROAD * slot)
+                await_free(ring, step + me, flags.stages)
+                mbarrier.expect(ready, flags.broad * SIZE)
+                place = flags.deep * flags.broad * slot
+                _load(c_desc, (batch, row + me * SIDE, column), flags.broad, False, ready, b_blocks, place)
 
 
 @gluon.jit
 def _consume(ME: gl.constexpr, descs, ring, schedule, numbers, flags: gl.constexpr):
-    SYMMETRIC: gl.constexpr = flags[0]
-    TALL: gl.constexpr = flags[8]
-    OVERLAP: gl.constexpr = flags[9]
-    BROAD: gl.constexpr = flags[11]
     K = schedule[3]
     # so that no path goes around the loop: from Triton 3.7 on, such a path writes the zeros of sums without steps once
     # more where it ends, and the compiler makes every product wait for the one before
     gl.assume(K > 0)
-    if OVERLAP and ME == 0:
+    if flags.overlap and ME == 0:
         let_next_start(K)
     where = _place(schedule, flags)
-    if SYMMETRIC and BROAD > TALL:
+    if flags.halved:
         half_tile(where, descs, ring, K, numbers, flags)
-    elif SYMMETRIC:
+    elif flags.symmetric:
         # the sums of the branches must not meet, or the compiler makes one product wait for the other
         if where[1] != where[2]:
             whole_tile(ME, where, descs, ring, K, numbers, flags)
@@ -255,15 +234,16 @@ def lone_kernel(
     EARLY: gl.constexpr,
 ):
     """``programs`` per matrix; T tiles a side, or T rows and ``columns`` columns of tiles."""
-    A_BLOCKS: gl.constexpr = deep(TALL) * TALL
-    B_BLOCKS: gl.constexpr = deep(TALL) * BROAD
-    a_blocks, b_blocks = blocks_of(a_desc, A_BLOCKS * STAGES), blocks_of(b_desc, B_BLOCKS * STAGES)
+    flags: gl.constexpr = flags_of(
+        SYMMETRIC, SAME, HAS_C, HAS_Q, HAS_SCALE, BANDED, GROUP, STAGES, TALL, BROAD, OVERLAP, EARLY
+    )
+    a_blocks = blocks_of(a_desc, flags.deep * TALL * STAGES)
+    b_blocks = blocks_of(b_desc, flags.deep * BROAD * STAGES)
     ring = (a_blocks, b_blocks, barriers(STAGES), barriers(STAGES, TALL))
     fence_async_shared()
     descs = (a_desc, b_desc, c_desc, d_desc, q_desc)
     schedule = (programs, T, columns, K)
     numbers = (alpha, beta, omega, scale)
-    flags: gl.constexpr = (SYMMETRIC, SAME, HAS_C, HAS_Q, HAS_SCALE, BANDED, GROUP, STAGES, TALL, OVERLAP, EARLY, BROAD)
     if TALL == 1:
         gl.warp_specialize(
             [

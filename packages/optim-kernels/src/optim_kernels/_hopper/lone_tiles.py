@@ -13,6 +13,8 @@ D is symmetric to the last bit: see `_kernels.symmetric`.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -29,10 +31,37 @@ from optim_kernels._hopper.ring import barrier, blocks_as, store
 SIDE = gl.constexpr(64)
 
 
+class Flags(NamedTuple):
+    """What a launch computes and how, as constexprs; see `lone_kernel`."""
+
+    symmetric: Any
+    same: Any
+    has_c: Any
+    has_q: Any
+    has_scale: Any
+    banded: Any
+    group: Any
+    stages: Any
+    tall: Any
+    broad: Any
+    overlap: Any
+    early: Any
+
+    @property
+    def deep(self) -> Any:
+        """Blocks along K of one step of the ring."""
+        return gl.constexpr(2 if self.tall == 1 else 1)
+
+    @property
+    def halved(self) -> Any:
+        """Whether tiles are halves of symmetric ones."""
+        return gl.constexpr(self.symmetric and self.tall < self.broad)
+
+
 @gluon.constexpr_function
-def deep(tall):
-    """Blocks along K of one step of the ring."""
-    return 2 if tall == 1 else 1
+def flags_of(*values: Any) -> Flags:
+    """The flags, in the order of their names."""
+    return Flags(*map(gl.constexpr, values))
 
 
 @gluon.jit
@@ -88,100 +117,86 @@ def _wide(blocks, number, COLUMNS: gl.constexpr, NUM: gl.constexpr):
 @gluon.jit
 def _multiply(ME: gl.constexpr, ring, K, flags: gl.constexpr):
     """The sums of this consumer's rows of a whole tile, and the steps taken."""
-    SYMMETRIC: gl.constexpr = flags[0]
-    STAGES: gl.constexpr = flags[7]
-    TALL: gl.constexpr = flags[8]
-    DEEP: gl.constexpr = deep(TALL)
-    BROAD: gl.constexpr = flags[11]
     a_blocks, b_blocks = ring[0], ring[1]
-    acc = _zeros(BROAD * SIDE)
+    acc = _zeros(flags.broad * SIDE)
     step = 0
-    for k in range(0, K, DEEP * SIDE):
-        slot = step % STAGES
-        _await_ready(ring, step, STAGES)
-        for i in gl.static_range(DEEP):
-            if not SYMMETRIC:
-                b = _wide(b_blocks, DEEP * slot + i, BROAD * SIDE, DEEP * STAGES)
-            elif BROAD == 1:
+    for k in range(0, K, flags.deep * SIDE):
+        slot = step % flags.stages
+        _await_ready(ring, step, flags.stages)
+        for i in gl.static_range(flags.deep):
+            if not flags.symmetric:
+                b = _wide(b_blocks, flags.deep * slot + i, flags.broad * SIDE, flags.deep * flags.stages)
+            elif flags.broad == 1:
                 b = _block(b_blocks, 2 * slot + i).permute((1, 0))
             else:
-                b = _tall(b_blocks, DEEP * slot + i, DEEP * STAGES).permute((1, 0))
-            acc = warpgroup_mma(_block(a_blocks, DEEP * TALL * slot + i + ME), b, acc, is_async=True)
+                b = _tall(b_blocks, flags.deep * slot + i, flags.deep * flags.stages).permute((1, 0))
+            acc = warpgroup_mma(_block(a_blocks, flags.deep * flags.tall * slot + i + ME), b, acc, is_async=True)
         # all but this step's products are done
-        acc = warpgroup_mma_wait(DEEP, deps=(acc,))
-        _release(ring, step - 1, STAGES, k > 0)
+        acc = warpgroup_mma_wait(flags.deep, deps=(acc,))
+        _release(ring, step - 1, flags.stages, k > 0)
         step += 1
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    _release(ring, step - 1, STAGES)
+    _release(ring, step - 1, flags.stages)
     return acc, step
 
 
 @gluon.jit
 def _multiply_lower(ring, K, flags: gl.constexpr):
     """The sums of the lower half of a tile on the diagonal, and the steps taken."""
-    SAME: gl.constexpr = flags[1]
-    STAGES: gl.constexpr = flags[7]
     a_blocks, b_blocks = ring[0], ring[1]
     acc = _zeros(2 * SIDE)
     step = 0
     for k in range(0, K, SIDE):
-        slot = step % STAGES
-        _await_ready(ring, step, STAGES)
-        b = _tall(a_blocks if SAME else b_blocks, slot, STAGES)
+        slot = step % flags.stages
+        _await_ready(ring, step, flags.stages)
+        b = _tall(a_blocks if flags.same else b_blocks, slot, flags.stages)
         acc = warpgroup_mma(_block(a_blocks, 2 * slot + 1), b.permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
-        _release(ring, step - 1, STAGES, k > 0)
+        _release(ring, step - 1, flags.stages, k > 0)
         step += 1
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    _release(ring, step - 1, STAGES)
+    _release(ring, step - 1, flags.stages)
     return acc, step
 
 
 @gluon.jit
 def _multiply_corner(ring, quarter, K, flags: gl.constexpr):
     """The sums of a diagonal tile's upper left block, BANDED: of a block of another tile; and the steps taken."""
-    SAME: gl.constexpr = flags[1]
-    BANDED: gl.constexpr = flags[5]
-    STAGES: gl.constexpr = flags[7]
-    TALL: gl.constexpr = flags[8]
-    DEEP: gl.constexpr = deep(TALL)
     a_blocks, b_blocks = ring[0], ring[1]
     acc = _zeros(SIDE)
     other = _zeros(SIDE)
     # the lower left quarter is a product of two blocks of rows, the others are of one with itself
     second = quarter % 2
     step = 0
-    for k in range(0, K, DEEP * SIDE):
-        slot = step % STAGES
-        _await_ready(ring, step, STAGES)
-        for i in gl.static_range(DEEP):
-            b = _block(a_blocks if SAME else b_blocks, 2 * slot + i)
+    for k in range(0, K, flags.deep * SIDE):
+        slot = step % flags.stages
+        _await_ready(ring, step, flags.stages)
+        for i in gl.static_range(flags.deep):
+            b = _block(a_blocks if flags.same else b_blocks, 2 * slot + i)
             acc = warpgroup_mma(_block(a_blocks, 2 * slot + i), b.permute((1, 0)), acc, is_async=True)
-            if BANDED:
+            if flags.banded:
                 left = _block(b_blocks, 2 * slot + i)
-                right = left if TALL == 1 else _block(b_blocks, 2 * slot + second)
+                right = left if flags.tall == 1 else _block(b_blocks, 2 * slot + second)
                 other = warpgroup_mma(left, right.permute((1, 0)), other, is_async=True)
-        if BANDED:
-            acc, other = warpgroup_mma_wait(2 * DEEP, deps=(acc, other))
+        if flags.banded:
+            acc, other = warpgroup_mma_wait(2 * flags.deep, deps=(acc, other))
         else:
-            acc = warpgroup_mma_wait(DEEP, deps=(acc,))
-        _release(ring, step - 1, STAGES, k > 0)
+            acc = warpgroup_mma_wait(flags.deep, deps=(acc,))
+        _release(ring, step - 1, flags.stages, k > 0)
         step += 1
     acc, other = warpgroup_mma_wait(0, deps=(acc, other))
-    _release(ring, step - 1, STAGES)
+    _release(ring, step - 1, flags.stages)
     return acc, other, step
 
 
 @gluon.jit
 def _finish(acc, view, numbers, batch, flags: gl.constexpr):
     """``s (α acc + β C)`` rounded, which replaces C in ``view``."""
-    HAS_C: gl.constexpr = flags[2]
-    HAS_SCALE: gl.constexpr = flags[4]
     alpha, beta, _omega, scale = numbers
     acc = acc * alpha
-    if HAS_C:
+    if flags.has_c:
         acc += beta * view.load(acc.type.layout).to(gl.float32)
-    if HAS_SCALE:
+    if flags.has_scale:
         acc *= gl.load(scale + batch)
     d = acc.to(view.dtype)
     view.store(d)
@@ -219,120 +234,106 @@ def _send(desc, blocks, number, batch, row, column):
 
 @gluon.jit
 def whole_tile(ME: gl.constexpr, where, descs, ring, K, numbers, flags: gl.constexpr):
-    SYMMETRIC: gl.constexpr = flags[0]
-    HAS_C: gl.constexpr = flags[2]
-    HAS_Q: gl.constexpr = flags[3]
-    STAGES: gl.constexpr = flags[7]
-    TALL: gl.constexpr = flags[8]
-    DEEP: gl.constexpr = deep(TALL)
     a_blocks, b_blocks = ring[0], ring[1]
     d_desc, q_desc = descs[3], descs[4]
     batch, row, column = where[0], where[1] + ME * SIDE, where[2]
     acc, step = _multiply(ME, ring, K, flags)
-    if flags[10]:
+    if flags.early:
         wait_for_previous(K)
-    if SYMMETRIC:
+    if flags.symmetric:
         blocks = a_blocks if ME == 0 else b_blocks
-        slot, next_slot = step % STAGES, (step + 1) % STAGES
-        _await_place(ring, step, HAS_C, STAGES)
-        d = _finish(acc, _wide(blocks, DEEP * slot, TALL * SIDE, DEEP * STAGES), numbers, batch, flags)
-        await_free(ring, step + 1, STAGES)
-        if TALL == 1:
+        slot, next_slot = step % flags.stages, (step + 1) % flags.stages
+        _await_place(ring, step, flags.has_c, flags.stages)
+        view = _wide(blocks, flags.deep * slot, flags.tall * SIDE, flags.deep * flags.stages)
+        d = _finish(acc, view, numbers, batch, flags)
+        await_free(ring, step + 1, flags.stages)
+        if flags.tall == 1:
             _block(blocks, 2 * next_slot).permute((1, 0)).store(d)
         else:
-            _tall(blocks, next_slot, STAGES).permute((1, 0)).store(d)
+            _tall(blocks, next_slot, flags.stages).permute((1, 0)).store(d)
         fence_async_shared()
         barrier()
-        for i in gl.static_range(TALL):
+        for i in gl.static_range(flags.tall):
             _send(d_desc, blocks, 2 * slot + i, batch, row, column + i * SIDE)
             _send(d_desc, blocks, 2 * next_slot + i, batch, column + i * SIDE, row)
-            if HAS_Q:
+            if flags.has_q:
                 _send(q_desc, blocks, 2 * slot + i, batch, row, column + i * SIDE)
                 _send(q_desc, blocks, 2 * next_slot + i, batch, column + i * SIDE, row)
     else:
         # each consumer's rows of C come in a step of their own
-        slot = (step + ME) % STAGES
-        _await_place(ring, step + ME, HAS_C, STAGES)
-        BROAD: gl.constexpr = flags[11]
-        view = _wide(b_blocks, DEEP * slot, BROAD * SIDE, DEEP * STAGES)
+        slot = (step + ME) % flags.stages
+        _await_place(ring, step + ME, flags.has_c, flags.stages)
+        view = _wide(b_blocks, flags.deep * slot, flags.broad * SIDE, flags.deep * flags.stages)
         _finish(acc, view, numbers, batch, flags)
         fence_async_shared()
         barrier()
-        for i in gl.static_range(BROAD):
-            _send(d_desc, b_blocks, DEEP * BROAD * slot + i, batch, row, column + i * SIDE)
+        for i in gl.static_range(flags.broad):
+            _send(d_desc, b_blocks, flags.deep * flags.broad * slot + i, batch, row, column + i * SIDE)
 
 
 @gluon.jit
 def half_tile(where, descs, ring, K, numbers, flags: gl.constexpr):
-    SAME: gl.constexpr = flags[1]
-    HAS_C: gl.constexpr = flags[2]
-    HAS_Q: gl.constexpr = flags[3]
-    STAGES: gl.constexpr = flags[7]
-    DEEP: gl.constexpr = deep(flags[8])
     blocks = ring[1]
     d_desc, q_desc = descs[3], descs[4]
     batch, row, column = where[0], where[1], where[2]
     acc, step = _multiply(0, ring, K, flags)
-    if flags[10]:
+    if flags.early:
         wait_for_previous(K)
     # blocks between this tile's first one and the diagonal: none above it, one across it, more below
     below = (row - column) // SIDE
-    slot, next_slot, third = step % STAGES, (step + 1) % STAGES, (step + 2) % STAGES
-    _await_place(ring, step, HAS_C, STAGES)
-    d = _finish(acc, _wide(blocks, DEEP * slot, 2 * SIDE, DEEP * STAGES), numbers, batch, flags)
-    place, mirror, shifted = 2 * DEEP * slot, 2 * DEEP * next_slot, 2 * DEEP * third
+    slot, next_slot, third = step % flags.stages, (step + 1) % flags.stages, (step + 2) % flags.stages
+    _await_place(ring, step, flags.has_c, flags.stages)
+    view = _wide(blocks, flags.deep * slot, 2 * SIDE, flags.deep * flags.stages)
+    d = _finish(acc, view, numbers, batch, flags)
+    place, mirror, shifted = 2 * flags.deep * slot, 2 * flags.deep * next_slot, 2 * flags.deep * third
     if below < 2:
-        if not SAME:
+        if not flags.same:
             _symmetrize(_block(blocks, place + below))
-        if HAS_Q:
-            await_free(ring, step + 2, STAGES)
+        if flags.has_q:
+            await_free(ring, step + 2, flags.stages)
             _shift(_block(blocks, place + below), _block(blocks, shifted), numbers[2])
-    await_free(ring, step + 1, STAGES)
-    _tall(blocks, DEEP * next_slot, DEEP * STAGES).permute((1, 0)).store(d)
+    await_free(ring, step + 1, flags.stages)
+    _tall(blocks, flags.deep * next_slot, flags.deep * flags.stages).permute((1, 0)).store(d)
     fence_async_shared()
     barrier()
     for i in gl.static_range(2):
         if below >= i:
             _send(d_desc, blocks, place + i, batch, row, column + i * SIDE)
-            if HAS_Q:
+            if flags.has_q:
                 _send(q_desc, blocks, shifted if below == i else place + i, batch, row, column + i * SIDE)
         if below > i:
             _send(d_desc, blocks, mirror + i, batch, column + i * SIDE, row)
-            if HAS_Q:
+            if flags.has_q:
                 _send(q_desc, blocks, mirror + i, batch, column + i * SIDE, row)
 
 
 @gluon.jit
 def lower_half(where, descs, ring, K, numbers, flags: gl.constexpr):
-    SAME: gl.constexpr = flags[1]
-    HAS_C: gl.constexpr = flags[2]
-    HAS_Q: gl.constexpr = flags[3]
-    STAGES: gl.constexpr = flags[7]
     blocks = ring[1]
     d_desc, q_desc = descs[3], descs[4]
     batch, first, row = where[0], where[1], where[1] + SIDE
     acc, step = _multiply_lower(ring, K, flags)
-    if flags[10]:
+    if flags.early:
         wait_for_previous(K)
-    left = 2 * (step % STAGES)
-    mirror, shifted = 2 * ((step + 1) % STAGES), 2 * ((step + 2) % STAGES)
-    _await_place(ring, step, HAS_C, STAGES)
-    _finish(acc, _wide(blocks, step % STAGES, 2 * SIDE, STAGES), numbers, batch, flags)
-    if not SAME:
+    left = 2 * (step % flags.stages)
+    mirror, shifted = 2 * ((step + 1) % flags.stages), 2 * ((step + 2) % flags.stages)
+    _await_place(ring, step, flags.has_c, flags.stages)
+    _finish(acc, _wide(blocks, step % flags.stages, 2 * SIDE, flags.stages), numbers, batch, flags)
+    if not flags.same:
         _symmetrize(_block(blocks, left + 1))
     barrier()
-    await_free(ring, step + 1, STAGES)
+    await_free(ring, step + 1, flags.stages)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16])
     _block(blocks, mirror).permute((1, 0)).store(_block(blocks, left).load(layout))
-    if HAS_Q:
-        await_free(ring, step + 2, STAGES)
+    if flags.has_q:
+        await_free(ring, step + 2, flags.stages)
         _shift(_block(blocks, left + 1), _block(blocks, shifted), numbers[2])
     fence_async_shared()
     barrier()
     _send(d_desc, blocks, left, batch, row, first)
     _send(d_desc, blocks, left + 1, batch, row, row)
     _send(d_desc, blocks, mirror, batch, first, row)
-    if HAS_Q:
+    if flags.has_q:
         _send(q_desc, blocks, left, batch, row, first)
         _send(q_desc, blocks, shifted, batch, row, row)
         _send(q_desc, blocks, mirror, batch, first, row)
@@ -340,44 +341,39 @@ def lower_half(where, descs, ring, K, numbers, flags: gl.constexpr):
 
 @gluon.jit
 def corner(where, descs, ring, K, numbers, flags: gl.constexpr):
-    SAME: gl.constexpr = flags[1]
-    HAS_C: gl.constexpr = flags[2]
-    HAS_Q: gl.constexpr = flags[3]
-    BANDED: gl.constexpr = flags[5]
-    STAGES: gl.constexpr = flags[7]
     blocks = ring[0]
     d_desc, q_desc = descs[3], descs[4]
     batch, row, _column, quarter, other_row, other_column = where
     acc, other, step = _multiply_corner(ring, quarter, K, flags)
-    if flags[10]:
+    if flags.early:
         wait_for_previous(K)
-    place = 2 * (step % STAGES)
-    mirror, shifted = 2 * ((step + 1) % STAGES), 2 * ((step + 2) % STAGES)
-    _await_place(ring, step, HAS_C, STAGES)
+    place = 2 * (step % flags.stages)
+    mirror, shifted = 2 * ((step + 1) % flags.stages), 2 * ((step + 2) % flags.stages)
+    _await_place(ring, step, flags.has_c, flags.stages)
     _finish(acc, _block(blocks, place), numbers, batch, flags)
-    if not SAME:
+    if not flags.same:
         _symmetrize(_block(blocks, place))
-    if HAS_Q:
-        await_free(ring, step + 2, STAGES)
+    if flags.has_q:
+        await_free(ring, step + 2, flags.stages)
         _shift(_block(blocks, place), _block(blocks, shifted), numbers[2])
-    if BANDED:
+    if flags.banded:
         e = _finish(other, _block(blocks, place + 1), numbers, batch, flags)
         if quarter == 1:
-            await_free(ring, step + 1, STAGES)
+            await_free(ring, step + 1, flags.stages)
             _block(blocks, mirror).permute((1, 0)).store(e)
-        elif HAS_Q:
+        elif flags.has_q:
             _shift(_block(blocks, place + 1), _block(blocks, shifted + 1), numbers[2])
     fence_async_shared()
     barrier()
     _send(d_desc, blocks, place, batch, row, row)
-    if HAS_Q:
+    if flags.has_q:
         _send(q_desc, blocks, shifted, batch, row, row)
-    if BANDED:
+    if flags.banded:
         _send(d_desc, blocks, place + 1, batch, other_row, other_column)
         if quarter == 1:
             _send(d_desc, blocks, mirror, batch, other_column, other_row)
-            if HAS_Q:
+            if flags.has_q:
                 _send(q_desc, blocks, place + 1, batch, other_row, other_column)
                 _send(q_desc, blocks, mirror, batch, other_column, other_row)
-        elif HAS_Q:
+        elif flags.has_q:
             _send(q_desc, blocks, shifted + 1, batch, other_row, other_column)
