@@ -8,6 +8,7 @@ What is where:
     update_kernel                             the last product, and the update of the parameters
     int8_kernel                               a first step in int8
     chain_kernel, chain_…                     all products of a batch in one launch
-    ring turns mail pairs overlap             what they share: slots of operands, turns of consumers, messages between
-                                              warps and between programs, overlapping launches
+    flags ring turns mail pairs overlap       what they share: names of compile-time arguments, slots of operands, turns
+                                              of consumers, messages between warps and between programs, overlapping
+                                              launches
 """

@@ -39,6 +39,7 @@ from optim_kernels._hopper.chain_tiles import (
     rectangular_tile,
     square_tile,
 )
+from optim_kernels._hopper.flags import chain_flags, update_flags
 from optim_kernels._hopper.mail import allocate_mail, post, read_done, receive
 from optim_kernels._hopper.overlap import wait_for_previous
 from optim_kernels._hopper.pairs import draw, join_pair, open_pair, rank
@@ -61,7 +62,6 @@ IS_WHOLE = gl.constexpr(15)
 
 @gluon.jit
 def _scout(mail, schedule, flags: gl.constexpr):
-    DEPTH: gl.constexpr = flags[0]
     entries, jobs, matrices, state, counter, total = schedule
     me = rank()
     join_pair(total)
@@ -91,7 +91,7 @@ def _scout(mail, schedule, flags: gl.constexpr):
                 pass
             meets = is_shared.to(gl.int32)
             post(mail, number, (job, matrix, row, column, kind, step, a, b, x, squares, K, of_a, meets))
-            step += gl.cdiv(K, DEPTH)
+            step += gl.cdiv(K, flags.depth)
             number += 1
         draws += 1
         pair = draw(me, state + counter, draws)
@@ -116,13 +116,12 @@ def _consume(
     flags: gl.constexpr,
     update: gl.constexpr,
 ):
-    STAGES: gl.constexpr = flags[1]
     square_desc, mirror_desc, _x_descs = results
     c_ready, filled, free = page
     _entries, jobs, _matrices, _state, _counter, _total = schedule
     blocks, ready, empty = ring
     mine = (buffers.index(ME), c_ready.index(ME), filled.index(ME), free.index(ME))
-    shared = ((blocks, as_blocks(blocks, mirror_desc, 2 * STAGES), ready, empty), turn, mine)
+    shared = ((blocks, as_blocks(blocks, mirror_desc, 2 * flags.stages), ready, empty), turn, mine)
     dtype: gl.constexpr = square_desc.dtype
     turns = 0
     loads = 0
@@ -196,8 +195,8 @@ def chain_kernel(
     results = (square_tile, right_load_square, (rectangle_tile_0, rectangle_tile_1, rectangle_tile_2))
     both = (scales, squared_scales)
     apart = (diagonals, side)
-    flags: gl.constexpr = (DEPTH, STAGES, PANELS, ENDING)
-    update: gl.constexpr = (P_DTYPE, MASTER_KIND, CAUTIOUS)
+    flags: gl.constexpr = chain_flags(DEPTH, STAGES, PANELS, ENDING)
+    update: gl.constexpr = update_flags(P_DTYPE, MASTER_KIND, CAUTIOUS)
     gl.warp_specialize(
         [
             (_consume, (0, results, ring, buffers, page, turn, mail, schedule, both, apart, addresses, flags, update)),

@@ -71,8 +71,6 @@ def carry(
     flags: gl.constexpr,
     update: gl.constexpr,
 ):
-    PANELS: gl.constexpr = flags[2]
-    ENDING: gl.constexpr = flags[3]
     square_desc, _mirror_desc, x_descs = results
     _entries, jobs, _matrices, state, _counter, _total = schedule
     c_ready, filled, free = page
@@ -88,18 +86,18 @@ def carry(
         if c >= 0:
             mbarrier.expect(mine[1], square_desc.block_type.nbytes)
             if kind == RECTANGLE:
-                load_x(x_descs, c, x, row, column, mine[1], mine[0], PANELS)
+                load_x(x_descs, c, x, row, column, mine[1], mine[0], flags.panels)
             else:
                 load(square_desc, [squares + c, row, column], mine[1], mine[0])
         if kind == RECTANGLE:
             is_updated = False
-            if ENDING == UPDATE:
+            if flags.ending == UPDATE:
                 is_updated = of_job(numbers, IS_LAST) != 0
                 if is_updated:
                     fetch_tile(record_of(addresses, matrix), row // BLOCK, column // BLOCK, update)
             mbarrier.wait(mine[2], fills & 1)
             if not is_updated:
-                store_x(x_descs, d, x, row, column, mine[0], PANELS)
+                store_x(x_descs, d, x, row, column, mine[0], flags.panels)
             fills = _give_back(mine, fills)
         else:
             second = gl.where(q >= 0, squares + q, -1)

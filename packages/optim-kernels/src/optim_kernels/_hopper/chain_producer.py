@@ -22,11 +22,10 @@ from optim_kernels._hopper.turns import BLOCK
 @gluon.jit
 def _empty_slot(ring, step, BYTES: gl.constexpr, flags: gl.constexpr):
     """The slot of a step, once it has been read, and its barrier, which opens when BYTES have arrived."""
-    STAGES: gl.constexpr = flags[1]
     _blocks, _upright, ready, empty = ring
-    slot = step % STAGES
+    slot = step % flags.stages
     full = ready.index(slot)
-    mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+    mbarrier.wait(empty.index(slot), ((step // flags.stages) & 1) ^ 1)
     mbarrier.expect(full, BYTES)
     return slot, full
 
@@ -55,15 +54,13 @@ def _fill_squares(
     flags: gl.constexpr,
 ):
     """Fill the steps of A Bᵀ from ``first`` to ``end`` along K; return the step after them."""
-    DEPTH: gl.constexpr = flags[0]
-    STAGES: gl.constexpr = flags[1]
     BYTES: gl.constexpr = descs[0].block_type.nbytes * (1 if SINGLE else 2)
     a, b, row, column = place
-    for k in range(first, end, DEPTH):
+    for k in range(first, end, flags.depth):
         slot, full = _empty_slot(ring, step, BYTES, flags)
         _copy_square(descs, a, row, k, full, slot, ring, A_UPRIGHT)
         if not SINGLE:
-            _copy_square(descs, b, column, k, full, slot + STAGES, ring, B_UPRIGHT)
+            _copy_square(descs, b, column, k, full, slot + flags.stages, ring, B_UPRIGHT)
         step += 1
     return step
 
@@ -71,18 +68,15 @@ def _fill_squares(
 @gluon.jit
 def _fill_grams(desc, place, ring, step, K, SINGLE: gl.constexpr, flags: gl.constexpr):
     """Fill the steps of X Xᵀ."""
-    DEPTH: gl.constexpr = flags[0]
-    STAGES: gl.constexpr = flags[1]
-    PANELS: gl.constexpr = flags[2]
     BYTES: gl.constexpr = desc.block_type.nbytes * (1 if SINGLE else 2)
     x, row, column = place
     blocks = ring[0]
-    for k in range(0, K, DEPTH):
+    for k in range(0, K, flags.depth):
         slot, full = _empty_slot(ring, step, BYTES, flags)
-        where, inside = place_of(x, k, PANELS)
+        where, inside = place_of(x, k, flags.panels)
         load(desc, [where, row, inside], full, blocks.index(slot))
         if not SINGLE:
-            load(desc, [where, column, inside], full, blocks.index(slot + STAGES))
+            load(desc, [where, column, inside], full, blocks.index(slot + flags.stages))
         step += 1
     return step
 
@@ -90,15 +84,13 @@ def _fill_grams(desc, place, ring, step, K, SINGLE: gl.constexpr, flags: gl.cons
 @gluon.jit
 def _fill_with_x(descs, x_desc, place, ring, step, first, end, A_UPRIGHT: gl.constexpr, flags: gl.constexpr):
     """Fill the steps of A X from ``first`` to ``end`` along K; return the step after them."""
-    DEPTH: gl.constexpr = flags[0]
-    STAGES: gl.constexpr = flags[1]
     BYTES: gl.constexpr = descs[0].block_type.nbytes + x_desc.block_type.nbytes
     a, where, row, inside = place
     upright = ring[1]
-    for k in range(first, end, DEPTH):
+    for k in range(first, end, flags.depth):
         slot, full = _empty_slot(ring, step, BYTES, flags)
         _copy_square(descs, a, row, k, full, slot, ring, A_UPRIGHT)
-        load(x_desc, [where, k, inside], full, upright.index(slot + STAGES))
+        load(x_desc, [where, k, inside], full, upright.index(slot + flags.stages))
         step += 1
     return step
 
@@ -114,10 +106,9 @@ def _gram_tile_of(desc, place, ring, step, K, flags: gl.constexpr):
 
 @gluon.jit
 def _gram_tile(descs, which, place, ring, step, K, flags: gl.constexpr):
-    PANELS: gl.constexpr = flags[2]
     if which == 1:
         _gram_tile_of(descs[1], place, ring, step, K, flags)
-    elif PANELS:
+    elif flags.panels:
         _gram_tile_of(descs[0], place, ring, step, K, flags)
     else:
         if which == 0:
@@ -134,10 +125,9 @@ def _tile_of_x(descs, x_desc, place, ring, step, K, of_a, flags: gl.constexpr):
 
 @gluon.jit
 def _rectangular_tile(descs, x_descs, which, place, ring, step, K, of_a, flags: gl.constexpr):
-    PANELS: gl.constexpr = flags[2]
     if which == 1:
         _tile_of_x(descs, x_descs[1], place, ring, step, K, of_a, flags)
-    elif PANELS:
+    elif flags.panels:
         _tile_of_x(descs, x_descs[0], place, ring, step, K, of_a, flags)
     else:
         if which == 0:
@@ -163,13 +153,11 @@ def _square_tile(descs, place, ring, step, K, of_a, flags: gl.constexpr):
 
 @gluon.jit
 def produce(operands, ring, mail, flags: gl.constexpr):
-    STAGES: gl.constexpr = flags[1]
-    PANELS: gl.constexpr = flags[2]
     square_desc, mirror_desc, gram_descs, right_descs = operands
     blocks, ready, empty = ring
     descs = (square_desc, mirror_desc)
     # blocks of a mirror image, and of X on the right: [K, rows] and [K, columns], not [rows, K] and [columns, K]
-    slots = (blocks, as_blocks(blocks, mirror_desc, 2 * STAGES), ready, empty)
+    slots = (blocks, as_blocks(blocks, mirror_desc, 2 * flags.stages), ready, empty)
     number = 0
     meetings = 0
     join_pair(number)
@@ -181,7 +169,7 @@ def produce(operands, ring, mail, flags: gl.constexpr):
         if kind == GRAM:
             _gram_tile(gram_descs, a, (x, row, column), slots, step, K, flags)
         elif kind == RECTANGLE:
-            where, inside = place_of(x, column, PANELS)
+            where, inside = place_of(x, column, flags.panels)
             _rectangular_tile(descs, right_descs, b, (a, where, row, inside), slots, step, K, of_a, flags)
         else:
             _square_tile(descs, (a, b, row, column), slots, step, K, of_a, flags)

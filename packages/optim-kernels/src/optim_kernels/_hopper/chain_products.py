@@ -19,8 +19,8 @@ def multiply_squares(ME: gl.constexpr, ring, turn, step, turns, K, of_a, of_b, s
 
     B is in the step's slot + ``second``.
     """
-    DEPTH: gl.constexpr = flags[0]
-    STAGES: gl.constexpr = flags[1]
+    DEPTH: gl.constexpr = flags.depth
+    STAGES: gl.constexpr = flags.stages
     blocks, upright, ready, empty = ring
     acc = begin(ME, turn, turns)
     acc, step = add(
@@ -37,8 +37,8 @@ def multiply_squares(ME: gl.constexpr, ring, turn, step, turns, K, of_a, of_b, s
 @gluon.jit
 def multiply_x(ME: gl.constexpr, ring, turn, step, turns, K, of_a, flags: gl.constexpr):
     """Sums of A X: A is stored up to ``of_a`` along K; beyond, its mirror image is."""
-    DEPTH: gl.constexpr = flags[0]
-    STAGES: gl.constexpr = flags[1]
+    DEPTH: gl.constexpr = flags.depth
+    STAGES: gl.constexpr = flags.stages
     blocks, upright, ready, empty = ring
     acc = begin(ME, turn, turns)
     acc, step = add(acc, (blocks, upright, ready, empty), step, 0, of_a, STAGES, False, True, DEPTH, STAGES)

@@ -129,7 +129,7 @@ def square_tile(ME: gl.constexpr, of_tile, kind, diagonals, shared, scales, dtyp
     ring, turn, mine = shared
     tile = mine[0].reshape([BLOCK, BLOCK])
     of_b = gl.where(kind == GRAM, K, gl.minimum(column + BLOCK, K))
-    acc = multiply_squares(ME, ring, turn, step, turns, K, of_a, of_b, flags[1], flags)
+    acc = multiply_squares(ME, ring, turn, step, turns, K, of_a, of_b, flags.stages, flags)
     loads = await_c(job, mine[1], loads)
     wide = finish(acc, of_job(job, BETA), job, matrix, tile, scales)
     if of_job(job, IS_APART) != 0 and row == column:
@@ -153,7 +153,7 @@ def diagonal_tile(ME: gl.constexpr, of_tile, kind, is_single, shared, scales, dt
     """
     job, matrix, _row, column, step, turns, loads, fills, K, of_a = of_tile
     ring, turn, mine = shared
-    second = gl.where(is_single, 0, flags[1])
+    second = gl.where(is_single, 0, flags.stages)
     of_b = gl.where(kind == GRAM, K, gl.minimum(column + BLOCK, K))
     acc = multiply_squares(ME, ring, turn, step, turns, K, of_a, of_b, second, flags)
     loads = await_c(job, mine[1], loads)
@@ -221,7 +221,6 @@ def rectangular_tile(
     """Compute a tile of a product with X; return how often C has been waited for, and the buffer handed over."""
     job, matrix, row, column, step, turns, loads, fills, K, of_a = of_tile
     ring, turn, mine = shared
-    ENDING: gl.constexpr = flags[3]
     tile = mine[0].reshape([BLOCK, BLOCK])
     acc = multiply_x(ME, ring, turn, step, turns, K, of_a, flags)
     loads = await_c(job, mine[1], loads)
@@ -232,7 +231,7 @@ def rectangular_tile(
     beta = gl.load(diagonal + at, mask=(at >= 0) & is_apart, other=of_job(job, BETA), cache_modifier=".cg")
     d = finish(acc, beta[:, None], job, matrix, tile, scales).to(tile.dtype)
     await_free(mine, fills)
-    if ENDING == UPDATE:
+    if flags.ending == UPDATE:
         if of_job(job, IS_LAST) == 0:
             tile.store(d)
         else:
@@ -247,7 +246,7 @@ def rectangular_tile(
                 update_tile(record, hyper, lr_scale, tile, d, row // BLOCK, column // BLOCK, update)
     else:
         tile.store(d)
-        if ENDING == SQUARES:  # noqa: SIM102
+        if flags.ending == SQUARES:  # noqa: SIM102
             if of_job(job, IS_LAST) != 0:
                 barrier()
                 parts = gl.load(addresses + PARTS).to(gl.pointer_type(gl.float32))

@@ -19,6 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from optim_kernels._hopper.flags import int8_flags
 from optim_kernels._hopper.ping_pong_kernels import allocate, place_of
 from optim_kernels._hopper.ring import (
     CONSUMER_REGISTERS,
@@ -40,15 +41,11 @@ HALF = gl.constexpr(64)
 
 @gluon.jit
 def _produce(a_desc, b_desc, ring, schedule, flags: gl.constexpr):
-    KIND: gl.constexpr = flags[0]
-    GROUP: gl.constexpr = flags[2]
-    DEPTH: gl.constexpr = flags[3]
-    STAGES: gl.constexpr = flags[4]
     total, T, columns, K = schedule
     step = 0
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        place = place_of(tile, total, T, columns, KIND != STEP, GROUP)
-        step = fill(a_desc, b_desc, ring, step, place, K, True, DEPTH, STAGES)
+        place = place_of(tile, total, T, columns, flags.kind != STEP, flags.group)
+        step = fill(a_desc, b_desc, ring, step, place, K, True, flags.depth, flags.stages)
 
 
 @gluon.jit
@@ -107,11 +104,6 @@ def _consume(
     numbers,
     flags: gl.constexpr,
 ):
-    KIND: gl.constexpr = flags[0]
-    HAS_SCALE: gl.constexpr = flags[1]
-    GROUP: gl.constexpr = flags[2]
-    DEPTH: gl.constexpr = flags[3]
-    STAGES: gl.constexpr = flags[4]
     c_desc, d_desc, rounded_desc, mirror_desc = results
     left_units, right_units, diagonal, roots, left_largest, largest, partials, scale = vectors
     num_rows, num_columns, alpha, beta = numbers
@@ -122,43 +114,43 @@ def _consume(
     matrix = buffer.reshape([BLOCK, BLOCK])
     rows = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))[:, None]
     cols = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))[None, :]
-    steps = gl.cdiv(K, DEPTH)
+    steps = gl.cdiv(K, flags.depth)
     step = ME * steps
     turns = 0
-    if KIND == POLYNOMIAL:
+    if flags.kind == POLYNOMIAL:
         alpha *= _unit(left_largest) * _unit(left_largest)
-    elif KIND == STEP:
+    elif flags.kind == STEP:
         alpha *= _unit(left_largest)
     for tile in range(gl.program_id(0) + ME * gl.num_programs(0), total, 2 * gl.num_programs(0)):
-        batch, row, column = place_of(tile, total, T, columns, KIND != STEP, GROUP)
+        batch, row, column = place_of(tile, total, T, columns, flags.kind != STEP, flags.group)
         # the copy engine has read the buffer's last content
         tma.store_wait(0)
         barrier()
-        if KIND != GRAM:
+        if flags.kind != GRAM:
             mbarrier.expect(c_ready.index(ME), c_desc.block_type.nbytes)
             load(c_desc, [batch, row, column], c_ready.index(ME), buffer)
         # before the product, which hides how long this takes
         left = alpha * _of_rows(left_units, row + rows, num_rows)
         acc = begin(ME, turn, turns, True)
-        acc, last = add(acc, ring, step, 0, K, 0, False, False, DEPTH, STAGES)
-        acc = end(ME, acc, ring[3], turn, last, STAGES)
+        acc, last = add(acc, ring, step, 0, K, 0, False, False, flags.depth, flags.stages)
+        acc = end(ME, acc, ring[3], turn, last, flags.stages)
         # past its own steps, and those of the other consumer's next tile
         step += 2 * steps
         value = acc.to(gl.float32) * left * _of_rows(right_units, column + cols, num_columns)
-        if KIND != GRAM:
+        if flags.kind != GRAM:
             mbarrier.wait(c_ready.index(ME), turns & 1)
             value += beta * matrix.load(layout).to(gl.float32)
-        if KIND == GRAM:
+        if flags.kind == GRAM:
             value = gl.where(row + rows == column + cols, _of_rows(diagonal, row + rows, num_rows), value)
-        if HAS_SCALE:
+        if flags.has_scale:
             value *= gl.load(scale)
         turns += 1  # noqa: SIM113
         matrix.store(value.to(gl.float16))
         fence_async_shared()
         barrier()
-        if KIND != POLYNOMIAL:
+        if flags.kind != POLYNOMIAL:
             store(d_desc, [batch, row, column], buffer)
-        if KIND != STEP:
+        if flags.kind != STEP:
             by_rows, by_columns = blocks
             upright, lying = by_rows.index(ME), by_columns.index(ME)
             panels = blocks_as(buffer, 2, BLOCK, HALF)
@@ -167,7 +159,7 @@ def _consume(
             squares = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, upright_layout))
             # a loop: unrolled, its instructions take longer to arrive than to run
             for half in range(2):
-                if KIND == POLYNOMIAL:
+                if flags.kind == POLYNOMIAL:
                     # once more, to keep a register free between the halves
                     factor = reciprocal(_unit(largest))
                 panel = panels.index(half).reshape([BLOCK, HALF])
@@ -176,11 +168,13 @@ def _consume(
                     # the copy engine has read the other half
                     tma.store_wait(0)
                     barrier()
-                squares += _round(upright, panel, row, first, diagonal, roots, factor, num_rows, BLOCK, HALF, KIND)
+                squares += _round(
+                    upright, panel, row, first, diagonal, roots, factor, num_rows, BLOCK, HALF, flags.kind
+                )
                 if row != column:
                     mirror = panel.permute((1, 0))
-                    sums = _round(lying, mirror, first, row, diagonal, roots, factor, num_rows, HALF, BLOCK, KIND)
-                    if KIND == GRAM:
+                    sums = _round(lying, mirror, first, row, diagonal, roots, factor, num_rows, HALF, BLOCK, flags.kind)
+                    if flags.kind == GRAM:
                         at = first + gl.arange(0, HALF, gl.SliceLayout(1, layout))
                         gl.store(partials + (row // BLOCK) * num_rows + at, sums, mask=at < num_rows)
                 fence_async_shared()
@@ -188,7 +182,7 @@ def _consume(
                 store(rounded_desc, [batch, row, first], upright)
                 if row != column:
                     store(mirror_desc, [batch, first, row], lying)
-            if KIND == GRAM:
+            if flags.kind == GRAM:
                 at = row + gl.arange(0, BLOCK, gl.SliceLayout(1, upright_layout))
                 gl.store(partials + (column // BLOCK) * num_rows + at, squares, mask=at < num_rows)
     tma.store_wait(0)
@@ -233,7 +227,7 @@ def int8_product_kernel(
     results = (c_desc, d_desc, rounded_desc, mirror_desc)
     vectors = (left_units, right_units, diagonal, roots, left_largest, largest, partials, scale)
     numbers = (num_rows, num_columns, alpha, beta)
-    flags: gl.constexpr = (KIND, HAS_SCALE, GROUP, DEPTH, STAGES)
+    flags: gl.constexpr = int8_flags(KIND, HAS_SCALE, GROUP, DEPTH, STAGES)
     gl.warp_specialize(
         [
             (_consume, (0, results, ring, buffers, blocks, c_ready, turn, schedule, vectors, numbers, flags)),

@@ -35,7 +35,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from optim_kernels._hopper.lone_tiles import SIDE, await_free, corner, flags_of, half_tile, lower_half, whole_tile
+from optim_kernels._hopper.flags import lone_flags
+from optim_kernels._hopper.lone_tiles import SIDE, await_free, corner, half_tile, lower_half, whole_tile
 from optim_kernels._hopper.overlap import let_next_start, wait_for_previous
 from optim_kernels._hopper.ring import (
     CONSUMER_REGISTERS,
@@ -234,7 +235,7 @@ def lone_kernel(
     EARLY: gl.constexpr,
 ):
     """``programs`` per matrix; T tiles a side, or T rows and ``columns`` columns of tiles."""
-    flags: gl.constexpr = flags_of(
+    flags: gl.constexpr = lone_flags(
         SYMMETRIC, SAME, HAS_C, HAS_Q, HAS_SCALE, BANDED, GROUP, STAGES, TALL, BROAD, OVERLAP, EARLY
     )
     a_blocks = blocks_of(a_desc, flags.deep * TALL * STAGES)

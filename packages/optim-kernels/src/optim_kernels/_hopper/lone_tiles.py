@@ -13,8 +13,6 @@ D is symmetric to the last bit: see `_kernels.symmetric`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -29,39 +27,6 @@ from optim_kernels._hopper.ring import barrier, blocks_as, store
 
 # Side of a block: the rows of one tensor core instruction, and the columns that the copy engine swizzles as one.
 SIDE = gl.constexpr(64)
-
-
-class Flags(NamedTuple):
-    """What a launch computes and how, as constexprs; see `lone_kernel`."""
-
-    symmetric: Any
-    same: Any
-    has_c: Any
-    has_q: Any
-    has_scale: Any
-    banded: Any
-    group: Any
-    stages: Any
-    tall: Any
-    broad: Any
-    overlap: Any
-    early: Any
-
-    @property
-    def deep(self) -> Any:
-        """Blocks along K of one step of the ring."""
-        return gl.constexpr(2 if self.tall == 1 else 1)
-
-    @property
-    def halved(self) -> Any:
-        """Whether tiles are halves of symmetric ones."""
-        return gl.constexpr(self.symmetric and self.tall < self.broad)
-
-
-@gluon.constexpr_function
-def flags_of(*values: Any) -> Flags:
-    """The flags, in the order of their names."""
-    return Flags(*map(gl.constexpr, values))
 
 
 @gluon.jit

@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
+from optim_kernels._hopper.flags import product_flags
 from optim_kernels._hopper.ring import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
@@ -58,15 +59,11 @@ def place_of(tile, tiles, T, columns, SYMMETRIC: gl.constexpr, GROUP: gl.constex
 
 @gluon.jit
 def produce(a_desc, b_desc, ring, schedule, flags: gl.constexpr):
-    SYMMETRIC: gl.constexpr = flags[0]
-    GROUP: gl.constexpr = flags[5]
-    DEPTH: gl.constexpr = flags[6]
-    STAGES: gl.constexpr = flags[7]
     total, tiles, T, columns, K = schedule
     step = 0
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        place = place_of(tile, tiles, T, columns, SYMMETRIC, GROUP)
-        step = fill(a_desc, b_desc, ring, step, place, K, SYMMETRIC, DEPTH, STAGES)
+        place = place_of(tile, tiles, T, columns, flags.symmetric, flags.group)
+        step = fill(a_desc, b_desc, ring, step, place, K, flags.symmetric, flags.depth, flags.stages)
 
 
 @gluon.jit
@@ -99,14 +96,6 @@ def _consume(
     numbers,
     flags: gl.constexpr,
 ):
-    SYMMETRIC: gl.constexpr = flags[0]
-    SAME: gl.constexpr = flags[1]
-    HAS_C: gl.constexpr = flags[2]
-    HAS_Q: gl.constexpr = flags[3]
-    HAS_SCALE: gl.constexpr = flags[4]
-    GROUP: gl.constexpr = flags[5]
-    DEPTH: gl.constexpr = flags[6]
-    STAGES: gl.constexpr = flags[7]
     c_desc, d_desc, q_desc = results
     alpha, beta, omega, scale = numbers
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -116,31 +105,31 @@ def _consume(
     matrix = buffer.reshape([BLOCK, BLOCK])
     rows = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))[:, None]
     cols = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))[None, :]
-    steps = gl.cdiv(K, DEPTH)
+    steps = gl.cdiv(K, flags.depth)
     step = ME * steps
     turns = 0
     for tile in range(gl.program_id(0) + ME * gl.num_programs(0), total, 2 * gl.num_programs(0)):
-        batch, row, column = place_of(tile, tiles, T, columns, SYMMETRIC, GROUP)
+        batch, row, column = place_of(tile, tiles, T, columns, flags.symmetric, flags.group)
         # the copy engine has read the buffer's last content
         tma.store_wait(0)
         barrier()
-        if HAS_C:
+        if flags.has_c:
             mbarrier.expect(c_ready.index(ME), c_desc.block_type.nbytes)
             load(c_desc, [batch, row, column], c_ready.index(ME), buffer)
-        acc = multiply(ME, ring, turn, step, turns, K, SYMMETRIC, DEPTH, STAGES)
+        acc = multiply(ME, ring, turn, step, turns, K, flags.symmetric, flags.depth, flags.stages)
         # past its own steps, and those of the other consumer's next tile
         step += 2 * steps
         acc = acc * alpha
-        if HAS_C:
+        if flags.has_c:
             mbarrier.wait(c_ready.index(ME), turns & 1)
             acc += beta * matrix.load(layout).to(gl.float32)
-        if HAS_SCALE:
+        if flags.has_scale:
             acc *= gl.load(scale + batch)
         turns += 1  # noqa: SIM113
         d = acc.to(dtype)
         matrix.store(d)
         # constants and values are in separate conditions, so that what a constant excludes is not compiled
-        if SYMMETRIC and not SAME:  # noqa: SIM102
+        if flags.symmetric and not flags.same:  # noqa: SIM102
             if row == column:
                 barrier()
                 mirrored = matrix.permute((1, 0)).load(layout)
@@ -150,8 +139,8 @@ def _consume(
         fence_async_shared()
         barrier()
         store(d_desc, [batch, row, column], buffer)
-        if SYMMETRIC:
-            if HAS_Q:  # noqa: SIM102
+        if flags.symmetric:
+            if flags.has_q:  # noqa: SIM102
                 if row != column:
                     store(q_desc, [batch, row, column], buffer)
             tma.store_wait(0)
@@ -161,9 +150,9 @@ def _consume(
                 fence_async_shared()
                 barrier()
                 store(d_desc, [batch, column, row], buffer)
-                if HAS_Q:
+                if flags.has_q:
                     store(q_desc, [batch, column, row], buffer)
-            elif HAS_Q:
+            elif flags.has_q:
                 wide = d.to(gl.float32)
                 matrix.store(gl.where(rows == cols, wide + omega, wide).to(dtype))
                 fence_async_shared()
@@ -211,7 +200,7 @@ def product_kernel(
     schedule = (total, tiles, T, columns, K)
     results = (c_desc, d_desc, q_desc)
     numbers = (alpha, beta, omega, scale)
-    flags: gl.constexpr = (SYMMETRIC, SAME, HAS_C, HAS_Q, HAS_SCALE, GROUP, DEPTH, STAGES)
+    flags: gl.constexpr = product_flags(SYMMETRIC, SAME, HAS_C, HAS_Q, HAS_SCALE, GROUP, DEPTH, STAGES)
     gl.warp_specialize(
         [
             (_consume, (0, results, ring, buffers, c_ready, turn, schedule, numbers, flags)),

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
+from optim_kernels._hopper.flags import product_flags, update_flags
 from optim_kernels._hopper.ping_pong_kernels import allocate, multiply, produce
 from optim_kernels._hopper.ring import CONSUMER_REGISTERS, PRODUCER_REGISTERS, barrier, load
 from optim_kernels._hopper.turns import BLOCK
@@ -42,37 +43,32 @@ def _consume(
     flags: gl.constexpr,
     update: gl.constexpr,
 ):
-    HAS_C: gl.constexpr = flags[2]
-    HAS_SCALE: gl.constexpr = flags[4]
-    GROUP: gl.constexpr = flags[5]
-    DEPTH: gl.constexpr = flags[6]
-    STAGES: gl.constexpr = flags[7]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     alpha, beta, scale = numbers
     table, first_matrix, hyper, lr_scales = parameters
     total, tiles, T, columns, K = schedule
     buffer = buffers.index(ME)
     matrix = buffer.reshape([BLOCK, BLOCK])
-    steps = gl.cdiv(K, DEPTH)
+    steps = gl.cdiv(K, flags.depth)
     step = ME * steps
     turns = 0
     for tile in range(gl.program_id(0) + ME * gl.num_programs(0), total, 2 * gl.num_programs(0)):
         batch = tile // tiles
-        i, j = rectangle_tile(tile % tiles, T, columns, GROUP)
-        if HAS_C:
+        i, j = rectangle_tile(tile % tiles, T, columns, flags.group)
+        if flags.has_c:
             # the copy engine must not overwrite the buffer before all threads have read it
             fence_async_shared()
             barrier()
             mbarrier.expect(c_ready.index(ME), c_desc.block_type.nbytes)
             load(c_desc, [batch, i * BLOCK, j * BLOCK], c_ready.index(ME), buffer)
-        acc = multiply(ME, ring, turn, step, turns, K, False, DEPTH, STAGES)
+        acc = multiply(ME, ring, turn, step, turns, K, False, flags.depth, flags.stages)
         # past its own steps, and those of the other consumer's next tile
         step += 2 * steps
         acc = acc * alpha
-        if HAS_C:
+        if flags.has_c:
             mbarrier.wait(c_ready.index(ME), turns & 1)
             acc += beta * matrix.load(layout).to(gl.float32)
-        if HAS_SCALE:
+        if flags.has_scale:
             acc *= gl.load(scale + batch)
         turns += 1  # noqa: SIM113
         number = (first_matrix + batch).to(gl.int64)
@@ -91,15 +87,13 @@ def _in_storage(i, j, outer_size, inner_size):
 
 
 @gluon.jit
-def fetch_tile(record, i, j, flags: gl.constexpr):
+def fetch_tile(record, i, j, update: gl.constexpr):
     """Prefetch the parameters of tile (i, j) of X to L2, by one warp that does not wait for them."""
-    P_DTYPE: gl.constexpr = flags[0]
-    MASTER_KIND: gl.constexpr = flags[1]
-    if MASTER_KIND == MASTER_FP32:
+    if update.master_kind == MASTER_FP32:
         _fetch(record, i, j, gl.load(record + MASTER), 4)
     else:
-        _fetch(record, i, j, gl.load(record + P), P_DTYPE.primitive_bitwidth // 8)
-        if MASTER_KIND == MASTER_LOW:
+        _fetch(record, i, j, gl.load(record + P), update.p_dtype.primitive_bitwidth // 8)
+        if update.master_kind == MASTER_LOW:
             _fetch(record, i, j, gl.load(record + MASTER), 2)
 
 
@@ -122,14 +116,11 @@ def _fetch(record, i, j, start, BYTES: gl.constexpr):
 
 
 @gluon.jit
-def update_tile(record, hyper, lr_scale, matrix, o, i, j, flags: gl.constexpr):
+def update_tile(record, hyper, lr_scale, matrix, o, i, j, update: gl.constexpr):
     """Update the parameters of tile (i, j) of X, whose O is ``o``.
 
     ``matrix`` is room for it in shared memory, whose content is no longer needed.
     """
-    P_DTYPE: gl.constexpr = flags[0]
-    MASTER_KIND: gl.constexpr = flags[1]
-    CAUTIOUS: gl.constexpr = flags[2]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     outer_size, inner_size = sizes(record, True)
     if outer_size > inner_size:
@@ -145,9 +136,9 @@ def update_tile(record, hyper, lr_scale, matrix, o, i, j, flags: gl.constexpr):
         outer = first_outer + part * _LINES + gl.arange(0, _LINES, gl.SliceLayout(1, layout))[:, None]
         offsets = outer.to(gl.int64) * stride + inner
         mask = (outer < outer_size) & (inner < inner_size)
-        p = read_parameter(record, offsets, mask, P_DTYPE, MASTER_KIND, True)
-        p = updated(record, hyper, lr_scale, p, lines, CAUTIOUS)
-        write_parameter(record, offsets, mask, p, P_DTYPE, MASTER_KIND, True)
+        p = read_parameter(record, offsets, mask, update.p_dtype, update.master_kind, True)
+        p = updated(record, hyper, lr_scale, p, lines, update.cautious)
+        write_parameter(record, offsets, mask, p, update.p_dtype, update.master_kind, True)
     barrier()
 
 
@@ -185,17 +176,8 @@ def update_product_kernel(
     schedule = (total, tiles, T, columns, K)
     numbers = (alpha, beta, scale)
     parameters = (table, first_matrix, hyper, lr_scales)
-    flags: gl.constexpr = (
-        False,
-        False,
-        HAS_C,
-        False,
-        HAS_SCALE,
-        GROUP,
-        DEPTH,
-        STAGES,
-    )
-    update: gl.constexpr = (P_DTYPE, MASTER_KIND, CAUTIOUS)
+    flags: gl.constexpr = product_flags(False, False, HAS_C, False, HAS_SCALE, GROUP, DEPTH, STAGES)
+    update: gl.constexpr = update_flags(P_DTYPE, MASTER_KIND, CAUTIOUS)
     gl.warp_specialize(
         [
             (_consume, (0, c_desc, ring, buffers, c_ready, turn, schedule, numbers, parameters, flags, update)),

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from optim_kernels._hopper.flags import wide_flags
 from optim_kernels._hopper.ring import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
@@ -62,36 +63,29 @@ def _place(tile, tiles, T, columns, SYMMETRIC: gl.constexpr, GROUP: gl.constexpr
 
 @gluon.jit
 def _produce(a_desc, b_desc, ring, schedule, flags: gl.constexpr):
-    SYMMETRIC: gl.constexpr = flags[0]
-    GROUP: gl.constexpr = flags[3]
-    DEPTH: gl.constexpr = flags[4]
-    STAGES: gl.constexpr = flags[5]
     total, tiles, T, columns, K = schedule
     step = 0
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        place = _place(tile, tiles, T, columns, SYMMETRIC, GROUP)
-        step = fill(a_desc, b_desc, ring, step, place, K, SYMMETRIC, DEPTH, STAGES)
+        place = _place(tile, tiles, T, columns, flags.symmetric, flags.group)
+        step = fill(a_desc, b_desc, ring, step, place, K, flags.symmetric, flags.depth, flags.stages)
 
 
 @gluon.jit
 def _multiply(ME: gl.constexpr, ring, acc, step, first, end, flags: gl.constexpr):
     """Add the products from ``first`` to ``end`` along K; the last one may still be under way."""
-    SYMMETRIC: gl.constexpr = flags[0]
-    DEPTH: gl.constexpr = flags[4]
-    STAGES: gl.constexpr = flags[5]
     a_ring, b_ring, ready, empty = ring
-    for k in range(first, end, DEPTH):
-        slot = step % STAGES
-        mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
-        a = a_ring.index(slot).reshape([ROWS, DEPTH]).slice(ME * HALF, HALF)
-        if SYMMETRIC:
-            b = b_ring.index(slot).reshape([COLUMNS, DEPTH]).permute((1, 0))
+    for k in range(first, end, flags.depth):
+        slot = step % flags.stages
+        mbarrier.wait(ready.index(slot), (step // flags.stages) & 1)
+        a = a_ring.index(slot).reshape([ROWS, flags.depth]).slice(ME * HALF, HALF)
+        if flags.symmetric:
+            b = b_ring.index(slot).reshape([COLUMNS, flags.depth]).permute((1, 0))
         else:
-            b = b_ring.index(slot).reshape([DEPTH, COLUMNS])
+            b = b_ring.index(slot).reshape([flags.depth, COLUMNS])
         acc = warpgroup_mma(a, b, acc, is_async=True)
         # all but this step's product are done
         acc = warpgroup_mma_wait(1, deps=(acc,))
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+        mbarrier.arrive(empty.index((step + flags.stages - 1) % flags.stages), pred=k > 0)
         step += 1
     return acc, step
 
@@ -111,12 +105,6 @@ def _store_mirrored(mirror_desc, place, d, buffer):
 
 @gluon.jit
 def _consume(ME: gl.constexpr, results, ring, buffers, c_ready, schedule, numbers, flags: gl.constexpr):
-    SYMMETRIC: gl.constexpr = flags[0]
-    HAS_C: gl.constexpr = flags[1]
-    HAS_SCALE: gl.constexpr = flags[2]
-    GROUP: gl.constexpr = flags[3]
-    DEPTH: gl.constexpr = flags[4]
-    STAGES: gl.constexpr = flags[5]
     c_desc, d_desc, mirror_desc = results
     alpha, beta, scale = numbers
     empty = ring[3]
@@ -133,29 +121,29 @@ def _consume(ME: gl.constexpr, results, ring, buffers, c_ready, schedule, number
     last_column = 0
     is_mirrored = False
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        batch, row, column = _place(tile, tiles, T, columns, SYMMETRIC, GROUP)
+        batch, row, column = _place(tile, tiles, T, columns, flags.symmetric, flags.group)
         acc = gl.zeros([HALF, COLUMNS], gl.float32, layout)
-        if SYMMETRIC:
-            acc, step = _multiply(ME, ring, acc, step, 0, PAUSE * DEPTH, flags)
+        if flags.symmetric:
+            acc, step = _multiply(ME, ring, acc, step, 0, PAUSE * flags.depth, flags)
             if is_mirrored:
                 _store_mirrored(mirror_desc, (last_batch, last_row, last_column), d, buffer)
-            acc, step = _multiply(ME, ring, acc, step, PAUSE * DEPTH, 2 * PAUSE * DEPTH, flags)
+            acc, step = _multiply(ME, ring, acc, step, PAUSE * flags.depth, 2 * PAUSE * flags.depth, flags)
         else:
-            acc, step = _multiply(ME, ring, acc, step, 0, 2 * PAUSE * DEPTH, flags)
+            acc, step = _multiply(ME, ring, acc, step, 0, 2 * PAUSE * flags.depth, flags)
         # the copy engine has read the buffer's last content
         tma.store_wait(0)
         barrier()
-        if HAS_C:
+        if flags.has_c:
             mbarrier.expect(c_ready.index(ME), c_desc.block_type.nbytes)
             load(c_desc, [batch, row + ME * HALF, column], c_ready.index(ME), buffer)
-        acc, step = _multiply(ME, ring, acc, step, 2 * PAUSE * DEPTH, K, flags)
+        acc, step = _multiply(ME, ring, acc, step, 2 * PAUSE * flags.depth, K, flags)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+        mbarrier.arrive(empty.index((step + flags.stages - 1) % flags.stages))
         acc = acc * alpha
-        if HAS_C:
+        if flags.has_c:
             mbarrier.wait(c_ready.index(ME), turns & 1)
             acc += beta * matrix.load(layout).to(gl.float32)
-        if HAS_SCALE:
+        if flags.has_scale:
             acc *= gl.load(scale + batch)
         turns += 1  # noqa: SIM113
         d = acc.to(d_desc.dtype)
@@ -167,7 +155,7 @@ def _consume(ME: gl.constexpr, results, ring, buffers, c_ready, schedule, number
         last_row = row + ME * HALF
         last_column = column
         is_mirrored = row >= column + COLUMNS
-    if SYMMETRIC:  # noqa: SIM102
+    if flags.symmetric:  # noqa: SIM102
         if is_mirrored:
             _store_mirrored(mirror_desc, (last_batch, last_row, last_column), d, buffer)
     tma.store_wait(0)
@@ -203,7 +191,7 @@ def wide_product_kernel(
     results = (c_desc, d_desc, mirror_desc)
     schedule = (total, tiles, T, columns, K)
     numbers = (alpha, beta, scale)
-    flags: gl.constexpr = (SYMMETRIC, HAS_C, HAS_SCALE, GROUP, DEPTH, STAGES)
+    flags: gl.constexpr = wide_flags(SYMMETRIC, HAS_C, HAS_SCALE, GROUP, DEPTH, STAGES)
     gl.warp_specialize(
         [
             (_consume, (0, results, ring, buffers, c_ready, schedule, numbers, flags)),

@@ -47,7 +47,7 @@ PANEL = 8
 NUM_LAUNCHES = 1024
 
 
-class LoneFlags(NamedTuple):
+class LoneProduct(NamedTuple):
     """Which product a launch of `_hopper.lone_kernel` computes: the kernel's first compile-time arguments."""
 
     symmetric: bool = False
@@ -130,7 +130,7 @@ def _symmetric_launch(
         raise ValueError(f"{tile} needs a multiple of 4 diagonal tiles, got m = {m}; leave the tile to the shape")
     if tile.lone:
         tiles = symmetric_programs(m, tile)
-        lone_flags = LoneFlags(
+        lone_flags = LoneProduct(
             symmetric=True,
             same=same,
             has_c=c is not None,
@@ -217,7 +217,7 @@ def _general_launch(
     tile = given or choose_tile(dtype, device, lambda sms, hopper: general_tile(m, n, k, batch, sms, hopper), exact)
     rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
     if tile.lone:
-        flags = LoneFlags(has_c=c is not None, has_scale=scale is not None)
+        flags = LoneProduct(has_c=c is not None, has_scale=scale is not None)
         return tile, _lone_launch(tile, batch * rows * columns, flags, device), (rows * columns, rows, columns)
     if tile.on_hopper:
         return tile, None, ()
@@ -236,7 +236,9 @@ def _general_launch(
     return tile, launch, (rows * columns, rows, columns)
 
 
-def _lone_launch(tile: Tile, programs: int, flags: LoneFlags, device: torch.device, early: bool = False) -> BlockLaunch:
+def _lone_launch(
+    tile: Tile, programs: int, flags: LoneProduct, device: torch.device, early: bool = False
+) -> BlockLaunch:
     """A launch of programs that have a multiprocessor each."""
     from optim_kernels._hopper.lone_kernel import lone_launch
 

@@ -1,0 +1,119 @@
+"""The compile-time arguments of the kernels, by name: their functions pass them on as one.
+
+A kernel makes them with the function below the class, in the order of the names; each is a ``constexpr``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+class ProductFlags(NamedTuple):
+    """Of `ping_pong_kernels` and `update_kernel`."""
+
+    symmetric: Any
+    same: Any
+    has_c: Any
+    has_q: Any
+    has_scale: Any
+    group: Any
+    depth: Any
+    stages: Any
+
+
+@gluon.constexpr_function
+def product_flags(*values: Any) -> ProductFlags:
+    return ProductFlags(*map(gl.constexpr, values))
+
+
+class UpdateFlags(NamedTuple):
+    """Of the update of a parameter (`update_kernel`)."""
+
+    p_dtype: Any
+    master_kind: Any
+    cautious: Any
+
+
+@gluon.constexpr_function
+def update_flags(*values: Any) -> UpdateFlags:
+    return UpdateFlags(*map(gl.constexpr, values))
+
+
+class WideFlags(NamedTuple):
+    """Of `wide_kernel`."""
+
+    symmetric: Any
+    has_c: Any
+    has_scale: Any
+    group: Any
+    depth: Any
+    stages: Any
+
+
+@gluon.constexpr_function
+def wide_flags(*values: Any) -> WideFlags:
+    return WideFlags(*map(gl.constexpr, values))
+
+
+class LoneFlags(NamedTuple):
+    """Of `lone_kernel`."""
+
+    symmetric: Any
+    same: Any
+    has_c: Any
+    has_q: Any
+    has_scale: Any
+    banded: Any
+    group: Any
+    stages: Any
+    tall: Any
+    broad: Any
+    overlap: Any
+    early: Any
+
+    @property
+    def deep(self) -> Any:
+        """Blocks along K of one step of the ring."""
+        return gl.constexpr(2 if self.tall == 1 else 1)
+
+    @property
+    def halved(self) -> Any:
+        """Whether tiles are halves of symmetric ones."""
+        return gl.constexpr(self.symmetric and self.tall < self.broad)
+
+
+@gluon.constexpr_function
+def lone_flags(*values: Any) -> LoneFlags:
+    return LoneFlags(*map(gl.constexpr, values))
+
+
+class Int8Flags(NamedTuple):
+    """Of `int8_kernel`."""
+
+    kind: Any
+    has_scale: Any
+    group: Any
+    depth: Any
+    stages: Any
+
+
+@gluon.constexpr_function
+def int8_flags(*values: Any) -> Int8Flags:
+    return Int8Flags(*map(gl.constexpr, values))
+
+
+class ChainFlags(NamedTuple):
+    """Of `chain_kernel`."""
+
+    depth: Any
+    stages: Any
+    panels: Any
+    ending: Any
+
+
+@gluon.constexpr_function
+def chain_flags(*values: Any) -> ChainFlags:
+    return ChainFlags(*map(gl.constexpr, values))
