@@ -1,7 +1,7 @@
 """The test command: ``uv run nox``.
 
-Default sessions: lint, typecheck, each package alone, all together with coverage, and the built wheels.
-On request: ``nightly``, ``lowest``, ``compat``, ``bench``, ``gpu`` (``uv run nox -s bench``).
+Default sessions: lint, typecheck, the built wheel of each package alone, all together, and the coverage of all tests.
+On request: ``wheels``, ``nightly``, ``lowest``, ``compat``, ``bench``, ``gpu`` (``uv run nox -s bench``).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ nox.options.default_venv_backend = "uv"
 nox.options.reuse_venv = "no"  # a reused environment hides undeclared imports
 nox.options.parallel = 2
 nox.options.allow_parallel = True
-# what takes seconds, then the longest first, so that two jobs end together
+# what takes seconds, then the longest first, so that two jobs end together; coverage waits for all packages' tests
 _ALONE = [f"tests({package})" for package in reversed(PACKAGES)]
-nox.options.sessions = ["lint", *_ALONE, "together", "wheels", "typecheck"]
+nox.options.sessions = ["lint", *_ALONE, "together", "coverage", "typecheck"]
 
 # uv does not read pip's variable; a CPU build of torch that lies there is what every session should use.
 if "PIP_FIND_LINKS" in os.environ and "UV_FIND_LINKS" not in os.environ:
@@ -103,8 +103,12 @@ def typecheck(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def tests(session: nox.Session, package: str) -> None:
-    """One package with what it declares and nothing else; what its tests reach is measured on the way."""
-    _install(session, _source(package), *_groups("test", "cov"))
+    """The built wheel of one package with what it declares and nothing else, and all tests on it.
+
+    Wheels are the only check that sees a wrong bound on a sibling. They hold every file of the sources, and every
+    module imports. What the tests reach is measured on the way.
+    """
+    _install_wheel(session, package, *_groups("test", "cov"))
     run = ("coverage", "run", f"--data-file={_measured(package)}", *PYTEST[1:], "-p", "measured")
     session.run(*run, _tests(package), *session.posargs, env={"PYTHONPATH": ".ci"})
 
@@ -113,13 +117,19 @@ def _measured(package: str) -> str:
     return f".coverage.{package}"
 
 
-@nox.session(requires=[f"tests({package})" for package in PACKAGES])
+@nox.session
 def together(session: nox.Session) -> None:
-    """All packages in one environment, where the benchmarks' own tests run, and the coverage of all tests before."""
-    _install(session, *map(_source, PACKAGES), *_groups("test", "cov", "bench"))
+    """All packages in one environment, where the benchmarks' own tests run."""
+    _install(session, *map(_source, PACKAGES), *_groups("test", "bench"))
+    session.run(*PYTEST, "benchmarks", *session.posargs)
+
+
+@nox.session(requires=[f"tests({package})" for package in PACKAGES])
+def coverage(session: nox.Session) -> None:
+    """What the tests of all packages reach; the sources are enough to say it."""
+    session.install(*_groups("cov"))
     session.run("coverage", "combine", *map(_measured, PACKAGES))
     session.run("coverage", "report", "--fail-under=80")
-    session.run(*PYTEST, "benchmarks", *session.posargs)
 
 
 def _build_wheels(folder: Path, *packages: str, root: Path = ROOT) -> None:
@@ -148,19 +158,20 @@ print(f"{package.__file__}: version {distribution.version}, {len(modules)} modul
 """
 
 
-@nox.session
-@nox.parametrize("package", PACKAGES, ids=PACKAGES)
-def wheels(session: nox.Session, package: str) -> None:
-    """The built wheel, installed by name: the only check that sees a wrong bound on a sibling.
-
-    It holds every file of the sources, every module imports, and the tests marked ``installed`` pass. The others ran on
-    the same files in ``tests``.
-    """
+def _install_wheel(session: nox.Session, package: str, *what: str) -> None:
+    """Install the package's wheel by name, built with those of its siblings, and look whether all of it is there."""
     # a folder of its own every time: uv remembers a wheel by its path, and would install an older build of this version
     with tempfile.TemporaryDirectory() as folder:
         _build_wheels(Path(folder), package, *NEEDS[package])
-        _install(session, "--no-sources", *_find_links(Path(folder)), package, *TEST_TOOLS)
+        _install(session, "--no-sources", *_find_links(Path(folder)), package, *what)
     session.run("python", "-I", "-c", CHECK_WHEEL, package, f"{_source(package)}/src", log=False)
+
+
+@nox.session
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def wheels(session: nox.Session, package: str) -> None:
+    """The built wheel and the tests marked ``installed``, in a minute: ``tests`` without what takes longer."""
+    _install_wheel(session, package, *TEST_TOOLS)
     session.run(*PYTEST, "-m", "installed", _tests(package), *session.posargs)
 
 
