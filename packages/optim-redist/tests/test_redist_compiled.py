@@ -93,6 +93,9 @@ UNEVEN = (5, 4)
 SLOW_BACKENDS = ["aot_eager", "inductor"]
 in_graphs = pytest.mark.skipif(not hasattr(torch.library, "EffectType"), reason="this torch has no ordered effects")
 WHOLE, PENDING = Layout(MESH, [None, None]), Layout(MESH, [None, None], {0: "sum"})
+PAIRS = [(ROWS, COLUMNS), (ROWS, WHOLE), (WHOLE, ROWS), (PENDING, COLUMNS), (PENDING, WHOLE)]
+PAIRS.append((WHOLE, Layout(MESH, [None, None])))
+RULES: tuple[GradientRule, ...] = ("replicate", "adjoint")
 
 
 def _twice(x: Tensor, src: Layout, dst: Layout, grad: GradientRule) -> Tensor:
@@ -103,31 +106,18 @@ def _twice(x: Tensor, src: Layout, dst: Layout, grad: GradientRule) -> Tensor:
     return first.sin() * second
 
 
-def _product(x: Tensor, src: Layout, dst: Layout, grad: GradientRule) -> Tensor:
-    """As ``_twice``, of products alone: of them nothing is compiled in C++, which takes seconds for each graph."""
-    first = redist.redistribute_local(x.mm(x.mT).mm(x), UNEVEN, src, dst, grad=grad)
-    second = redist.redistribute_local(x, UNEVEN, src, dst, grad=grad)
-    assert first is not None
-    assert second is not None
-    return first.mm(second.mT)
-
-
 def in_one_graph(rank: int, world_size: int, device: str, backend: str) -> None:
     """Values and gradients of the function; and another graph for other layouts, but not for equal ones."""
     full = torch.arange(1.0, 21.0, dtype=torch.float64, device=device).reshape(UNEVEN)
-    rules: tuple[GradientRule, ...] = ("replicate", "adjoint")
-    pairs = [(ROWS, COLUMNS), (ROWS, WHOLE), (WHOLE, ROWS), (PENDING, COLUMNS), (PENDING, WHOLE)]
-    pairs.append((WHOLE, Layout(MESH, [None, None])))
-    moving = _product if (backend, device) == ("inductor", "cpu") else _twice
-    for grad in rules:
+    for grad in RULES:
         torch._dynamo.reset()
-        compiled = torch.compile(moving, backend=backend, fullgraph=True)
-        for src, dst in pairs:
+        compiled = torch.compile(_twice, backend=backend, fullgraph=True)
+        for src, dst in PAIRS:
             counters.clear()
             found = []
             # the second time with another layout that is equal
             again = Layout(Mesh(2), src.dims, src.partial)
-            for function, start in ((compiled, src), (compiled, again), (moving, src)):
+            for function, start in ((compiled, src), (compiled, again), (_twice, src)):
                 x = part_of(full, src, rank).requires_grad_()
                 moved = function(x, start, dst, grad)
                 (moved * (1 + rank * (grad == "adjoint"))).sum().backward()
@@ -136,6 +126,38 @@ def in_one_graph(rank: int, world_size: int, device: str, backend: str) -> None:
             for values, gradients in found[:2]:
                 assert torch.allclose(values, found[2][0], rtol=1e-12), (src, dst)
                 assert torch.allclose(gradients, found[2][1], rtol=1e-12), (src, dst)
+
+
+def _all_pairs(inputs: list[tuple[Tensor, Tensor]], square: Tensor, grad: GradientRule) -> list[Tensor]:
+    """As ``_twice`` for each pair, of products alone: what inductor makes of others is compiled in C++, for seconds."""
+    results = []
+    for (x, y), (src, dst) in zip(inputs, PAIRS, strict=True):
+        first = redist.redistribute_local(x.mm(square), UNEVEN, src, dst, grad=grad)
+        second = redist.redistribute_local(y, UNEVEN, src, dst, grad=grad)
+        assert first is not None
+        assert second is not None
+        results.append(first.mm(second.mT))
+    return results
+
+
+def _pairs_in_one_graph(rank: int, world_size: int, backend: str) -> None:
+    """Values and gradients of all pairs in a graph, whose second call compiles nothing."""
+    full = torch.arange(1.0, 21.0, dtype=torch.float64).reshape(UNEVEN)
+    square = full[1:].mT.mm(full[1:])
+    for grad in RULES:
+        torch._dynamo.reset()
+        counters.clear()
+        compiled = torch.compile(_all_pairs, backend=backend, fullgraph=True)
+        found = []
+        for function in (compiled, compiled, _all_pairs):
+            inputs = [(part_of(full, src, rank).requires_grad_(), part_of(full, src, rank)) for src, _ in PAIRS]
+            results = function([(x, y.requires_grad_()) for x, y in inputs], square, grad)
+            torch.stack([(z * (1 + rank * (grad == "adjoint"))).sum() for z in results]).sum().backward()
+            found.append([(z.detach(), x.grad, y.grad) for z, (x, y) in zip(results, inputs, strict=True)])
+        assert counters["stats"]["unique_graphs"] == 1
+        for called in found[:2]:
+            for pair, tensors, expected in zip(PAIRS, called, found[2], strict=True):
+                assert all(map(partial(torch.allclose, rtol=1e-12), tensors, expected)), pair
 
 
 def _options(rank: int, world_size: int) -> None:
@@ -176,18 +198,22 @@ def _options(rank: int, world_size: int) -> None:
             torch.compile(broken[0], backend="eager", fullgraph=True)(part)
 
 
-def _needed_on_one_rank(x: Tensor, rank: int) -> Tensor:
-    sums = [redist.redistribute_local(x * k, UNEVEN, ROWS, WHOLE) for k in (1, 2, 3)]
-    needed = sums[1:2] if rank else sums[::-1]
-    return torch.stack([each for each in needed if each is not None]).sum(0)
+def _needed_on_one_rank(x: Tensor, scales: list[Tensor], rank: int) -> Tensor:
+    """Products alone, so that nothing is compiled in C++."""
+    first, second, third = (redist.redistribute_local(x.mm(scale), UNEVEN, ROWS, WHOLE) for scale in scales)
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    return second.mm(scales[0]) if rank else third.mm(second.mT).mm(first)
 
 
 def _same_calls(rank: int, world_size: int, backend: str) -> None:
     full = torch.arange(20.0).reshape(UNEVEN)
+    scales = [k * torch.eye(4) for k in (1, 2, 3)]
     function = partial(_needed_on_one_rank, rank=rank)
     for _ in range(2):
-        found = torch.compile(function, backend=backend, fullgraph=True)(part_of(full, ROWS, rank))
-        assert torch.equal(found, full * (2 if rank else 6))
+        found = torch.compile(function, backend=backend, fullgraph=True)(part_of(full, ROWS, rank), scales)
+        assert torch.equal(found, 2 * full if rank else 6 * full.mm(full.mT).mm(full))
 
 
 def _in_order(rank: int, world_size: int) -> None:
@@ -233,9 +259,10 @@ def _saved() -> Any:
 
 def _checkpointed(rank: int, world_size: int, backend: str) -> None:
     def block(x: Tensor) -> Tensor:
-        moved = redist.redistribute_local(x.sin(), UNEVEN, ROWS, WHOLE, grad="adjoint")
+        # products alone, so that nothing is compiled in C++
+        moved = redist.redistribute_local(x.mm(x.mT).mm(x), UNEVEN, ROWS, WHOLE, grad="adjoint")
         assert moved is not None
-        return moved.sin()
+        return moved.mm(moved.mT)
 
     @torch.compile(backend=backend, fullgraph=True)
     def function(x: Tensor) -> Tensor:
@@ -262,9 +289,15 @@ def test_moves_in_checkpointed_blocks_are_saved(backend: str) -> None:
 
 
 @in_graphs
-@pytest.mark.parametrize("backend", ["eager", *[pytest.param(name, marks=pytest.mark.slow) for name in SLOW_BACKENDS]])
-def test_local_parts_move_in_one_graph(backend: str) -> None:
-    run_ranks(in_one_graph, 2, "cpu", backend)
+def test_local_parts_move_in_one_graph() -> None:
+    run_ranks(in_one_graph, 2, "cpu", "eager")
+
+
+@in_graphs
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", SLOW_BACKENDS)
+def test_local_parts_of_every_pair_move_in_one_graph(backend: str) -> None:
+    run_ranks(_pairs_in_one_graph, 2, backend)
 
 
 def test_options_that_a_graph_takes_and_that_break_it() -> None:
