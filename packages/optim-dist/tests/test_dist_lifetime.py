@@ -7,6 +7,8 @@ raised.
 import copy
 import gc
 import io
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -740,43 +742,70 @@ def test_an_end_behind_that_of_the_process_group(options):
     run_ranks(close_without_a_process_group, 2, options, timeout=60)
 
 
+# Every case has ranks of its own, which part when all is imported, as that takes a rank longer than the rest does.
 SCRIPT = """
-import pathlib, sys, time
+import os, pathlib, sys, time
 import torch
+import torch._dynamo  # for the first optimizer
 import torch.distributed as dist
 from optim_dist import TritonDistAdamW
 
-rank, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
+cases = [(folder, rank) for folder in map(pathlib.Path, sys.argv[1:]) for rank in range(2)]
+ranks = {}
+for folder, rank in cases:
+    if not (process := os.fork()):
+        break
+    ranks[process] = folder / f"ended-{rank}"
+else:
+    while ranks:
+        process, status = os.wait()
+        path = ranks.pop(process)
+        path.with_suffix(".tmp").write_text(str(os.waitstatus_to_exitcode(status)))
+        path.with_suffix(".tmp").rename(path)
+    sys.exit()
+with open(folder / f"said-{rank}", "w") as said:
+    os.dup2(said.fileno(), 2)
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 optimizer = TritonDistAdamW([("w", torch.nn.Parameter(torch.ones(100)))], accumulation_steps=1, timeout=90)
 try:
     if rank == 0:
         optimizer.param_groups[0]["params"][0].sum().backward()
-        if "group" in sys.argv:
+        if folder.name == "group":
             dist.destroy_process_group()
         raise ValueError("of this rank alone")
     while not (folder / "over").exists():
         time.sleep(0.1)
 finally:
-    if "open" not in sys.argv:
+    if folder.name != "open":
         optimizer.close()
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("leaves", ["alone", "group", "open"])
-def test_a_rank_with_an_error_ends_before_the_others(tmp_path, leaves):
+def test_a_rank_with_an_error_ends_before_the_others(tmp_path):
     """Its exit, too, waits for nobody, so that who has started the ranks may know."""
-    commands = ([sys.executable, "-c", SCRIPT, str(rank), str(tmp_path), leaves] for rank in range(2))
-    ranks = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-    try:
-        _, text = ranks[0].communicate(timeout=60)
-        assert ranks[1].poll() is None
-        assert text.rstrip().endswith("ValueError: of this rank alone")
-        assert ranks[0].returncode == 1
-        (tmp_path / "over").touch()
-        assert ranks[1].wait(60) == 0
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+    folders = [tmp_path / leaves for leaves in ("alone", "group", "open")]
+    for folder in folders:
+        folder.mkdir()
+    command = [sys.executable, "-c", SCRIPT, *map(str, folders)]
+    with subprocess.Popen(command, process_group=0) as ranks:
+        try:
+            for folder in folders:
+                assert exit_code(folder / "ended-0") == 1
+                assert not (folder / "ended-1").exists()
+                assert (folder / "said-0").read_text().rstrip().endswith("ValueError: of this rank alone")
+                (folder / "over").touch()
+            for folder in folders:
+                assert exit_code(folder / "ended-1") == 0
+            assert ranks.wait(60) == 0
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(ranks.pid, signal.SIGKILL)
+
+
+def exit_code(path, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.parent.name}: {path.name}"
+        time.sleep(0.05)
+    return int(path.read_text())
