@@ -30,7 +30,8 @@ def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
 
 
 def muon(params: list[Any], impl: str, **options: Any) -> TritonMuon:
-    return TritonMuon(params, lr=0.1, impl=impl, ns_dtype=torch.float32, **options)
+    """With fewer iterations than usual, as these are interpreted and always the same."""
+    return TritonMuon(params, lr=0.1, impl=impl, ns_dtype=torch.float32, **{"ns_steps": 2, **options})
 
 
 def steps(*optimizers: TritonMuon, count: int = 1) -> None:

@@ -26,11 +26,11 @@ def adamw(params: list[torch.nn.Parameter], impl: Any) -> torch.optim.Optimizer:
 
 
 def muon(params: list[torch.nn.Parameter], impl: Any) -> torch.optim.Optimizer:
-    return TritonMuon(params[:1], lr=0.1, ns_dtype=torch.float32, impl=impl)
+    return TritonMuon(params[:1], lr=0.1, ns_dtype=torch.float32, ns_steps=2, impl=impl)
 
 
 def muon_adamw(params: list[torch.nn.Parameter], impl: Any) -> torch.optim.Optimizer:
-    matrices = {"kind": "muon", "params": params[:1], "ns_dtype": torch.float32}
+    matrices = {"kind": "muon", "params": params[:1], "ns_dtype": torch.float32, "ns_steps": 2}
     return TritonMuonAdamW([matrices, {"kind": "adamw", "params": params[1:], "lr": 0.1}], impl=impl)
 
 
