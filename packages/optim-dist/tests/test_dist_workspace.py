@@ -20,7 +20,7 @@ def trained(rank, limit, kind="muon", **options):
     """After three steps: parameters, the optimizer, which is open, and the plans of each bucket."""
     device = device_of(rank)
     params = [nn.Parameter(normal(shape, 1, number).to(device)) for number, shape in enumerate(SHAPES)]
-    groups = [{"params": params[i::2], "lr": 0.1 * (i + 1), "impl": "triton"} for i in range(2)]
+    groups = [{"params": params[i::2], "lr": 0.1 * (i + 1), "impl": "triton", "ns_steps": 3} for i in range(2)]
     options |= {"ns_workspace_mb": limit, "bucket_mb": 1e-3, "deterministic": True, "reducer": "exact"}
     if kind == "muon":
         optimizer = TritonDistMuon(groups, **options)

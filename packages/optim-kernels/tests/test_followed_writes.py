@@ -30,7 +30,7 @@ def adamw_by_torch(params: list[nn.Parameter]) -> Optimizer:
 
 
 def muon(params: list[nn.Parameter]) -> Optimizer:
-    return TritonMuon(params, weight_decay=0.0, master_weights="fp32", impl="triton")
+    return TritonMuon(params, weight_decay=0.0, master_weights="fp32", impl="triton", ns_steps=2)
 
 
 def both(params: list[nn.Parameter]) -> Optimizer:
