@@ -42,6 +42,7 @@ PLANNERS = [
     "collectives",
     "naive",
     "packed",
+    "stopover",
 ]
 NODES = Topology.nodes(2).levels[0]
 

@@ -417,10 +417,9 @@ def test_a_donated_source_is_packed_first_where_the_limit_leaves_no_room_for_bot
     assert (limited.planner, limited.peak_bytes) == ("packed", 4 * (3 + 1 + 4 + 3) * quarter)
     assert verify(limited).peak * 4 == limited.peak_bytes
     assert limited.to_json() == Plan.from_json(limited.to_json()).to_json()
-    below, kept = (
-        plan(shape, "float32", src, dst, donate=donate, memory_limit=4 * (11 * quarter - donate))
-        for donate in (True, False)
-    )
+    kept = plan(shape, "float32", src, dst, memory_limit=44 * quarter)
+    one_hop = {"planners": ["direct", "packed"]}
+    below = plan(shape, "float32", src, dst, donate=True, memory_limit=44 * quarter - 4, **one_hop)
     assert (below.planner, kept.planner) == ("direct", "direct")
     assert min(below.stages[0].rounds, kept.stages[0].rounds) > 1
 
@@ -441,6 +440,12 @@ def test_an_output_that_does_not_fit_beside_the_earlier_steps_is_refused() -> No
     assert limited.planner == "packed"
     with pytest.raises(UnsupportedError, match=f"{4 << 16} bytes above memory_limit={44 << 16}"):
         Program(limited, 0, None)(torch.zeros(1024, 256), torch.zeros(256, 1024))
+    # it is held from before the slice, too, which frees the source so that its other half is packed
+    mesh = Mesh((2, 2))
+    sliced = plan((8, 8), "float32", Layout(mesh, [0, None]), Layout(mesh, [1, 0]), donate=True, memory_limit=192)
+    assert [(stage.op, stage.method) for stage in sliced.stages] == [("slice", "direct"), ("packed exchange", "packed")]
+    with pytest.raises(UnsupportedError, match="64 bytes above memory_limit=192"):
+        Program(sliced, 0, None)(torch.zeros(4, 8), torch.zeros(4, 4))
     steps = {"planners": ["naive"]}
     src, dst = Layout(Mesh(4), [0, None]), Layout(Mesh(4), [None, 0])
     peak = plan((64, 64), "float32", src, dst, **steps).peak_bytes
@@ -493,6 +498,11 @@ def _give_packed(rank: int, world_size: int) -> list[str]:
             wrong.append("values")
         if mine.untyped_storage().nbytes():
             wrong.append("the source still has its memory")
+    # where one byte less leaves room for parts of the target, which are gathered once the source is freed
+    mine = part_of(full, src, rank)
+    moved = redistribute_local(mine, full.shape, src, dst, donate=True, memory_limit=(44 << 16) - 1)
+    if not torch.equal(moved, part_of(full, dst, rank)) or mine.untyped_storage().nbytes():
+        wrong.append("a stopover")
     # source and target on different ranks
     here, there = Layout(Mesh((2, 2)), [0, None]), Layout(Mesh((2, 2), ranks=[4, 5, 6, 7]), [None, 1])
     made = plan(full.shape, "float32", here, there, donate=True, memory_limit=2**40, planners=["packed"])

@@ -15,10 +15,12 @@
                   sides; only if asked for by name, as its search takes milliseconds on three mesh axes and up to
                   seconds on four or five
     packed        under a memory limit: the direct exchange of a donated source that is freed before the target is made
+    stopover      under a memory limit, where others take rounds: a donated source, or contributions, in two exchanges
+                  through a layout whose smaller parts leave more room for buffers
     naive         gather everything everywhere, then slice: the baseline
 
 Under a memory limit each exchange runs in as many rounds as its buffers require. A planner that provably cannot beat
-a candidate found before is not asked; the plan then says so among its alternatives.
+a candidate found before, one that fits, is not asked; the plan then says so among its alternatives.
 """
 
 from __future__ import annotations
@@ -29,18 +31,17 @@ from typing import NamedTuple
 from optim_redist._inside import Inside
 from optim_redist._methods.candidates import (
     copied_elements,
-    exchanges_of,
     from_layouts,
     from_phases,
     from_ways,
     one_exchange,
-    step_of,
 )
 from optim_redist._methods.collective_search import search_collectives
-from optim_redist._methods.packed import packed_peak
+from optim_redist._methods.packed import can_be_packed, packed_exchange
 from optim_redist._methods.reduce_inside import ways_to_reduce
 from optim_redist._methods.scatter import scattered
 from optim_redist._methods.spread import spread
+from optim_redist._methods.stopover import can_stop_over, stopover
 from optim_redist._multi_axis.notebook import notebook_layouts
 from optim_redist.cost import CommModel
 from optim_redist.errors import NotRepresentableError, RedistError
@@ -67,9 +68,11 @@ def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = N
         planner = _PLANNERS[name]
         if not planner.applies(request, limits):
             continue
+        if asked is None and name == "stopover" and any(_fits_at_once(one, request) for one in found):
+            continue
         if asked is None and found:
             least = planner.least_seconds(request, limits)
-            if least >= best and request.memory_limit is None:
+            if least >= best:
                 reason = f"takes at least {least * 1e6:.1f} µs, {best * 1e6:.1f} µs is possible"
                 hopeless.append((name, least, reason))
                 continue
@@ -83,7 +86,8 @@ def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = N
             continue
         if candidate is not None:
             found.append(candidate)
-            best = min(best, candidate.seconds)
+            if _fits(candidate, request):
+                best = min(best, candidate.seconds)
     if not found:
         raise RedistError(
             f"none of the planners {_DEFAULT if asked is None else list(asked)} fits this redistribution"
@@ -91,6 +95,14 @@ def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = N
             + "".join(refused)
         )
     return found, hopeless
+
+
+def _fits(candidate: Candidate, request: Request) -> bool:
+    return request.memory_limit is None or candidate.peak_bytes <= request.memory_limit
+
+
+def _fits_at_once(candidate: Candidate, request: Request) -> bool:
+    return _fits(candidate, request) and all(step.rounds == 1 for step in candidate.steps)
 
 
 def best_relay(problem: Problem, limits: Bounds) -> tuple[str, int]:
@@ -158,6 +170,11 @@ def _least_copying(request: Request, recv: int, send: int) -> float:
 
 def _least_of_two_hops(request: Request, limits: Bounds) -> float:
     return _least_of_one_hop(request, limits) + request.model.least_seconds(0)
+
+
+def _least_of_stopping_over(request: Request, limits: Bounds) -> float:
+    # where nothing moves in one of the two exchanges, a rank still takes its part
+    return _least_of_one_hop(request, limits) + request.model.call_seconds
 
 
 def _least_of_sharing(request: Request, limits: Bounds) -> float:
@@ -231,25 +248,6 @@ def _collectives(request: Request, limits: Bounds) -> Candidate | None:
     # the last state is the target, written on the mesh of prime factors; the plan ends in the target as given
     layouts[-1] = (layouts[-1][0], problem.dst)
     return from_layouts("collectives", request, layouts)
-
-
-def _packed(request: Request, limits: Bounds) -> Candidate:
-    problem, width, model = request.problem, request.itemsize, request.model
-    (exchange,) = exchanges_of(problem, "packed", model.topology)
-    moved = exchange.volumes
-    peak = packed_peak(problem, moved) * width
-    recv, send = limits.direct_recv, limits.direct_send
-    step = step_of(request, "packed exchange", recv, send, peak, moved.borders, copied=recv + send)
-    # what stays on a rank is copied twice: into a buffer and out of it
-    kept = 2 * model.pack_seconds(max(problem.num_kept.values(), default=0) * width)
-    step = step._replace(seconds=step.seconds + kept)
-    return Candidate("packed", (Stage(step.op, "packed", problem.src, problem.dst),), (step,), limits.single_hop)
-
-
-def _can_be_packed(request: Request, limits: Bounds) -> bool:
-    problem = request.problem
-    limited = request.memory_limit is not None and request.donate
-    return limited and problem.num_contributions == 1 and not problem.started and limits.lb > 0
 
 
 def _scatter(request: Request, limits: Bounds) -> Candidate | None:
@@ -342,7 +340,8 @@ _PLANNERS = {
         lambda request, limits: request.problem.num_contributions > 1 and limits.direct_recv > limits.lb,
     ),
     "hierarchical": _Planner(_hierarchical, _least_of_sharing, _can_be_hierarchical),
-    "packed": _Planner(_packed, _least_of_one_hop, _can_be_packed),
+    "packed": _Planner(packed_exchange, _least_of_one_hop, can_be_packed),
+    "stopover": _Planner(stopover, _least_of_stopping_over, can_stop_over),
     "collectives": _Planner(_collectives, _least_of_one_hop, _on_one_set_of_ranks),
     "notebook": _Planner(_notebook, _least_of_one_hop),
     "naive": _Planner(_naive, _least_of_gathering, _can_gather),

@@ -8,6 +8,7 @@ source, target, the buffers of one round, and what it keeps aside meanwhile.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from optim_redist._methods.borders import crossings
@@ -119,16 +120,22 @@ def _library_step(request: Request, op: str, limits: Bounds, peak: int) -> Step 
 def from_layouts(planner: str, request: Request, layouts: Sequence[tuple[str, Layout]]) -> Candidate:
     """A sequence of layouts, each reached by a direct exchange from the one before."""
     aside = request.source_aside
-    parts: list[Candidate] = []
+    parts: list[Request] = []
     src = request.problem.src
-    for op, layout in layouts:
-        part = request.between(src, layout, aside if parts else {})
-        chosen = one_exchange(part, bounds_of(part.problem), op)
-        if chosen.moved is None and is_in_order(part.problem, "direct", part.model.topology):
-            chosen.moved = moved_in_order(part.problem)
-        parts.append(chosen)
+    for _, layout in layouts:
+        parts.append(request.between(src, layout, aside if parts else {}))
         src = layout
-    return _joined(planner, parts)
+    if not all(map(has_room, parts)):
+        # no rounds, which may be many, make it fit
+        parts = [replace(part, memory_limit=None) for part in parts]
+    ops = [op for op, _ in layouts]
+    made = [counted(one_exchange(part, bounds_of(part.problem), op), part) for op, part in zip(ops, parts)]
+    return joined(planner, made)
+
+
+def has_room(request: Request) -> bool:
+    """Whether the limit holds source, target and the partial results of the smallest rounds."""
+    return request.memory_limit is None or _peak_bytes(request, {}, {}, _MAX_ROUNDS) <= request.memory_limit
 
 
 def from_ways(request: Request, src: Layout, way: Sequence[tuple[str, str, Layout]]) -> Candidate:
@@ -139,10 +146,17 @@ def from_ways(request: Request, src: Layout, way: Sequence[tuple[str, str, Layou
         part = request.between(src, layout, aside if parts else {})
         parts.append(from_phases(method, part, op=None if method == "hierarchical" else op))
         src = layout
-    return _joined("hierarchical", parts)
+    return joined("hierarchical", parts)
 
 
-def _joined(planner: str, parts: Sequence[Candidate]) -> Candidate:
+def counted(part: Candidate, request: Request) -> Candidate:
+    """The candidate of one exchange with what each rank moves, where that is known without listing transfers."""
+    if part.moved is None and is_in_order(request.problem, "direct", request.model.topology):
+        part.moved = moved_in_order(request.problem)
+    return part
+
+
+def joined(planner: str, parts: Sequence[Candidate]) -> Candidate:
     """One candidate after the other. Where it is not known what each rank moves, the busiest rank counts for all."""
     stages = tuple(stage for part in parts for stage in part.stages)
     steps = tuple(step for part in parts for step in part.steps)

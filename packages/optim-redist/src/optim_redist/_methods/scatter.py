@@ -14,22 +14,43 @@ ranks, or reduce them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from optim_redist._methods.reduce_inside import cut_axes, split_further
 from optim_redist.layout import Layout
 from optim_redist.problem import Point, Problem
 
+# reduced axes, replicating axes -> for every way, the axes that come to split dimensions
+_Choices = Callable[[tuple[int, ...], tuple[int, ...]], list[tuple[int, ...]]]
+
 
 def scattered(problem: Problem) -> list[Layout]:
     """Layouts in which the source's reduced axes split dimensions, first alone, then with its replicating axes."""
-    found = _scattered_from(problem, cut_axes(problem.src))
-    return found if all(_keeps_alike(problem, layout) for layout in found) else _scattered_from(problem, problem.src)
+
+    def axes(reduced: tuple[int, ...], replicating: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [reduced, (*reduced, *replicating)] if replicating else [reduced]
+
+    return _divisions(problem, axes)
 
 
-def _scattered_from(problem: Problem, start: Layout) -> list[Layout]:
+def sliced(problem: Problem) -> list[Layout]:
+    """The layout in which the source's replicating axes split dimensions and contributions stay; none without any."""
+    return _divisions(problem, lambda reduced, replicating: [replicating] if replicating else [])
+
+
+def _divisions(problem: Problem, choices: _Choices) -> list[Layout]:
+    """The source divided further, in as many ways as ``choices`` makes of its reduced and its replicating axes."""
+    found = _divided_over(problem, cut_axes(problem.src), choices)
+    if not all(_keeps_alike(problem, layout) for layout in found):
+        found = _divided_over(problem, problem.src, choices)
+    return found
+
+
+def _divided_over(problem: Problem, start: Layout, choices: _Choices) -> list[Layout]:
     reduced = problem.between(start, problem.dst).reduced_axes
-    replicating = [axis for axis in start.replicated_axes if start.mesh.sizes[axis] > 1]
+    replicating = tuple(axis for axis in start.replicated_axes if start.mesh.sizes[axis] > 1)
     found = []
-    for axes in [reduced, (*reduced, *replicating)] if replicating else [reduced]:
+    for axes in choices(reduced, replicating):
         layout: Layout | None = start
         for axis in axes:
             layout = None if layout is None else _divided(problem, layout, axis)

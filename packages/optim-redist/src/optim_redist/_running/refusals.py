@@ -93,13 +93,13 @@ def excess_of_out(plan: Plan) -> int:
     if not plan.communicates:
         # what stays whole is no target of its own any more
         held = plan.bounds.memory * plan.itemsize
-    elif last.method == "packed":
-        held = packed_peak(problem, exchanges[0].volumes, given=True) * plan.itemsize
     else:
-        # the steps of the last stage count the target already
+        # the steps of the last stage count the target already, but if packed only when the source is gone
         earlier = plan.steps[: -len(exchanges)]
         target = max(needed for _, needed in problem.num_stored.values()) * plan.itemsize
         held = max([step.peak + target for step in earlier], default=0)
+        if last.method == "packed":
+            held = max(held, packed_peak(problem, exchanges[0].volumes, given=True) * plan.itemsize)
     return max(0, held - plan.memory_limit)
 
 
