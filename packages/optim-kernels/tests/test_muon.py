@@ -523,6 +523,9 @@ def test_bad_parameters_are_named() -> None:
         TritonMuon(nn.LazyLinear(3, bias=False).named_parameters())
     with pytest.raises(RuntimeError, match=r"complex.*; give it to AdamW"):
         TritonMuon([nn.Parameter(torch.ones(4, 4, dtype=torch.complex64))])
+    nested = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)], layout=torch.jagged)
+    with pytest.raises(ValueError, match=r"but w is a nested tensor; give it each matrix as a parameter"):
+        TritonMuon([("w", nn.Parameter(nested))])
     embedding = nn.Embedding(4, 3, sparse=True)
     optimizer = TritonMuon(embedding.parameters())
     embedding(torch.tensor([1])).sum().backward()

@@ -203,6 +203,8 @@ def check_param(param: Tensor, group: Mapping[str, Any], name: str) -> None:
         raise RuntimeError(
             f"Muon does not support complex parameters, got {name} of dtype {param.dtype}; give it to AdamW"
         )
+    if param.is_nested:
+        raise ValueError(f"Muon takes matrices, but {name} is a nested tensor; give it each matrix as a parameter")
     check_dtype(param, name)
     check_master(param, name, group["master_weights"])
 
