@@ -1,6 +1,7 @@
 """The compile-time arguments of the kernels, by name: their functions pass them on as one.
 
-A kernel makes them with the function below the class, in the order of the names; each is a ``constexpr``.
+A kernel makes them with the function below the class, in the order of the names; each is a ``constexpr``. What follows
+from them is computed there and not in the class, which Triton's cache of compiled kernels does not look into.
 """
 
 from __future__ import annotations
@@ -73,21 +74,16 @@ class LoneFlags(NamedTuple):
     broad: Any
     overlap: Any
     early: Any
-
-    @property
-    def deep(self) -> Any:
-        """Blocks along K of one step of the ring."""
-        return gl.constexpr(2 if self.tall == 1 else 1)
-
-    @property
-    def halved(self) -> Any:
-        """Whether tiles are halves of symmetric ones."""
-        return gl.constexpr(self.symmetric and self.tall < self.broad)
+    # blocks along K of one step of the ring; whether tiles are halves of symmetric ones
+    deep: Any = None
+    halved: Any = None
 
 
 @gluon.constexpr_function
 def lone_flags(*values: Any) -> LoneFlags:
-    return LoneFlags(*map(gl.constexpr, values))
+    given = LoneFlags(*map(gl.constexpr, values))
+    halved = given.symmetric and given.tall < given.broad
+    return given._replace(deep=gl.constexpr(2 if given.tall == 1 else 1), halved=gl.constexpr(halved))
 
 
 class Int8Flags(NamedTuple):
