@@ -4,6 +4,7 @@ The tables are also run tile by tile in fp64, as the kernel does: X in panels, s
 wherever the kernel finds what nobody has written.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -40,8 +41,22 @@ CONFIGS = [
 ]
 
 
+# what `jobs_of` may use, and the most square buffers for it
+OPTIONS: list[tuple[dict[str, bool], int]] = [({}, 4), ({"in_factors": True}, 6), ({"in_pairs": True}, 5)]
+
+
+def one_by_one(jobs: list[Job]) -> list[Job]:
+    """The jobs with every two products that are one taken apart."""
+    apart = []
+    for job in jobs:
+        second = replace(job, a=job.a + 1, c=job.c + 1, d=job.d + 1, twice=False)
+        apart += [replace(job, twice=False), second] if job.twice else [job]
+    return apart
+
+
 def run(jobs: list[Job], x: Tensor, divisor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """Every job on its buffers, rounded to ``dtype``; rectangles 0 and 2 are one, as where X may be overwritten."""
+    jobs = one_by_one(jobs)
     squares: dict[int, Tensor] = {}
     diagonal = torch.zeros(())
     rectangles = {0: x}
@@ -71,14 +86,17 @@ def run(jobs: list[Job], x: Tensor, divisor: Tensor, dtype: torch.dtype = torch.
     return rectangles[jobs[-1].d % 2]
 
 
-@pytest.mark.parametrize("in_factors", [False, True])
+@pytest.mark.parametrize(("options", "most"), OPTIONS, ids=str)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.coefficients}-{c.steps}-{c.method}-{c.restarts}")
-def test_jobs_are_the_reference_polynomial(config: NSConfig, in_factors: bool) -> None:
+def test_jobs_are_the_reference_polynomial(config: NSConfig, options: dict[str, bool], most: int) -> None:
     x = torch.randn(6, 20, dtype=torch.float64)
-    jobs = jobs_of(config, 6, 20, in_factors=in_factors)
+    jobs = jobs_of(config, 6, 20, **options)
     torch.testing.assert_close(run(jobs, x, x.norm()), reference.newton_schulz(x, config.triples), atol=1e-9, rtol=0)
-    is_short = in_factors and config.method == "gram" and config.restarts_in_factors(6, 20)
-    assert num_squares(jobs) <= (6 if is_short else 4)
+    is_short = "in_factors" in options and config.method == "gram" and config.restarts_in_factors(6, 20)
+    assert num_squares(jobs) <= (most if is_short or "in_pairs" in options else 4)
+    # of every block of three steps and more, the second step's
+    pairs = sum(len(block) > 2 for block in config.blocks) if config.method == "gram" else 0
+    assert sum(job.twice for job in jobs) == ("in_pairs" in options and pairs)
     assert sum(job.kind is Kind.RECTANGLE for job in jobs) == (
         1 if is_short else config.steps if config.method == "standard" else len(config.blocks)
     )
@@ -89,11 +107,13 @@ def test_jobs_are_the_reference_polynomial(config: NSConfig, in_factors: bool) -
     assert all((job.scale is Scale.SCALE) == (job.b == 0) for job in jobs if job.kind is Kind.RECTANGLE)
 
 
-@pytest.mark.parametrize("in_factors", [False, True])
+@pytest.mark.parametrize("options", [options for options, _ in OPTIONS], ids=str)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.coefficients}-{c.steps}-{c.method}-{c.restarts}")
-def test_a_job_touches_only_what_the_jobs_before_left_or_no_longer_need(config: NSConfig, in_factors: bool) -> None:
+def test_a_job_touches_only_what_the_jobs_before_left_or_no_longer_need(
+    config: NSConfig, options: dict[str, bool]
+) -> None:
     """No job writes what it reads, and every job depends on the one before, so waiting for all costs nothing."""
-    jobs = jobs_of(config, 6, 20, in_factors=in_factors)
+    jobs = jobs_of(config, 6, 20, **options)
     reads, writes = zip(*map(touched, jobs))
     for own_reads, own_writes in zip(reads, writes):
         assert not own_reads & own_writes
@@ -103,6 +123,9 @@ def test_a_job_touches_only_what_the_jobs_before_left_or_no_longer_need(config: 
 
 def touched(job: Job) -> tuple[set[tuple[bool, int]], set[tuple[bool, int]]]:
     """The buffers that a job reads and those that it writes: whether they are X's, and their numbers."""
+    if job.twice:
+        first, second = map(touched, one_by_one([job]))
+        return first[0] | second[0], first[1] | second[1]
     result = job.kind is Kind.RECTANGLE
     left, right = job.kind is Kind.GRAM, job.kind in (Kind.GRAM, Kind.RECTANGLE)
     reads = {(left, job.a), (right, job.b), *([(result, job.c)] if job.c >= 0 else [])}

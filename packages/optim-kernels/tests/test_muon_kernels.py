@@ -431,6 +431,8 @@ def test_tiles_that_a_product_cannot_take_are_refused() -> None:
         mk.symmetric_product(x, x.clone(), tile=fours)
     with pytest.raises(ValueError, match="for sums of 576 and more, got 64"):
         mk.symmetric_product(x, x, tile=WIDE)
+    with pytest.raises(ValueError, match="two batches of one size, got 2 and 1 matrices"):
+        mk.symmetric_product(mk.empty_matrices(2, 640, 64, like=x), x, tile=Tile(128, 128, 64, 4, 3))
 
 
 @pytest.mark.gpu
@@ -465,6 +467,12 @@ def test_lone_products(shape: tuple[int, int, int], lone: Tile, whole: Tile, wid
             assert torch.equal(first, second)
     for result in results[0][:5]:
         assert torch.equal(result, result.mT)
+    # two products with one operand at once
+    a, z, _, p, *_ = results[0]
+    both = mk.empty_matrices(2 * len(x), *a.shape[1:], like=x)
+    torch.cat([a, p], out=both)
+    singles = [mk.symmetric_product(each, z, c=each, beta=2.0, tile=whole) for each in (a, p)]
+    assert torch.equal(mk.symmetric_product(both, z, c=both, beta=2.0, tile=whole), torch.cat(singles))
     if len(x) > 1:
         x[0, 0, 0] = float("nan")
         a = mk.symmetric_product(x, x, tile=lone)

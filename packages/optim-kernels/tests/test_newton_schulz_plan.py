@@ -2,6 +2,8 @@
 
 import gc
 from itertools import pairwise
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +16,13 @@ from optim_kernels import NSConfig, newton_schulz, reference
 pytest.importorskip("triton")
 
 from optim_kernels._kernels.normalize import apply_row_factors as apply_row_factors_by_kernels
+from optim_kernels._newton_schulz import plan
 from optim_kernels._newton_schulz.buffers import Buffers
 from optim_kernels._newton_schulz.chain_jobs import jobs_of
+from optim_kernels._newton_schulz.copy_engine import as_batch
 from optim_kernels._newton_schulz.iterations import apply_row_factors
+from optim_kernels._newton_schulz.product_launches import symmetric_product
+from optim_kernels._newton_schulz.tile_choice import has_gluon, takes_pairs
 from optim_kernels.orthogonalization import _operator, _taken_apart, _values
 from optim_utils.testing import run_ranks
 
@@ -79,6 +85,34 @@ def test_sets(name: str) -> None:
         assert relative_error(result, expected) <= 2e-5
 
 
+PAIR_SHAPES = [(640, 2000), (3, 264, 500)] if DEVICE == "cuda" else [(24, 40), (2, 20, 33)]
+
+
+@pytest.mark.parametrize("restarts", [(2,), (1, 4), ()], ids=str)
+@pytest.mark.parametrize("shape", PAIR_SHAPES, ids=str)
+def test_two_products_in_one_launch(shape: tuple[int, ...], restarts: tuple[int, ...]) -> None:
+    """The bits of a launch for each, in blocks of one to five steps; kernels on CPUs take no shorter operand."""
+
+    def repeating(a: Tensor, b: Tensor, **others: Any) -> Tensor:
+        return symmetric_product(a, b if len(a) == len(b) else as_batch(torch.cat([b, b])), **others)
+
+    is_short = DEVICE == "cuda" and has_gluon(None)
+    # of fp16 alone, where the two take one round of tiles that have a multiprocessor each
+    takes = [takes_pairs(1, m, dtype, torch.device(DEVICE)) for m in (768, 2048) for dtype in (torch.half, torch.float)]
+    assert takes == [is_short, False, False, False]
+    x = torch.randn(shape, device=DEVICE).half()
+    config = NSConfig(method="gram", restarts=restarts, dtype=torch.float16)
+    results = []
+    for found in (False, True):
+        with (
+            mock.patch.object(plan, "takes_pairs", return_value=found),
+            mock.patch.object(plan, "symmetric_product", symmetric_product if is_short else repeating),
+        ):
+            results.append(plan.plan_for(x, config)(x))
+    assert torch.equal(*results)
+    assert relative_error(results[0], expected_of(x)) <= (5e-3 if restarts else 4e-2)
+
+
 def test_a_nan_and_a_zero_stay_in_their_matrices() -> None:
     x = torch.randn(4, 16, 24, device=DEVICE)
     x[0] = 0
@@ -114,7 +148,7 @@ def test_row_factors() -> None:
 def test_buffers_do_not_overlap(steps: int, method: str, reads_x: bool, writes_result: bool) -> None:
     """One X and the m×m factors beside the caller's and the result; X is not overwritten while it is read."""
     count, m, n = 2, 13, 21
-    jobs = jobs_of(NSConfig(steps=steps, method=method), m, n)
+    jobs = jobs_of(NSConfig(steps=steps, method=method), m, n, in_pairs=True)
     buffers = Buffers(jobs, (count, m, n), torch.float16, reads_x=reads_x, writes_result=writes_result)
     room = torch.zeros(buffers.size, dtype=torch.float16)
     x, result = torch.full((count, m, n), -1.0).half(), torch.full((count, m, n), -2.0).half()
@@ -131,6 +165,8 @@ def test_buffers_do_not_overlap(steps: int, method: str, reads_x: bool, writes_r
     for job in jobs:
         if job.kind.name == "RECTANGLE":
             assert xs[job.b].data_ptr() != xs[job.d].data_ptr()
+    for one, other in pairwise(squares):
+        assert torch.equal(Buffers.twice(one), torch.cat([one, other]))
     last = xs[jobs[-1].d]
     assert last.data_ptr() == (result.data_ptr() if writes_result else buffers.last_x(room).data_ptr())
     assert all(first < second for first, second in pairwise(sorted(own)))

@@ -3,6 +3,8 @@
     D = s (α A Bᵀ + β C),  Q = D + ω I     SYMMETRIC: tiles on and below the diagonal, mirrored
     D = s (α A B + β C)                    otherwise
 
+With SYMMETRIC, B may be a shorter batch, which is repeated.
+
 A tile has TALL × BROAD blocks of 64×64:
 
     SYMMETRIC     1×1, 2×2, and 1×2: halves of square tiles, one of two on the diagonal half above it
@@ -117,6 +119,7 @@ def _produce(descs, ring, schedule, flags: gl.constexpr):
     SIZE: gl.constexpr = a_desc.block_type.nbytes
     K = schedule[3]
     batch, row, column, quarter, other_row, other_column = _place(schedule, flags)
+    b_batch = batch % b_desc.shape[0] if flags.symmetric and not flags.same else batch
     if flags.overlap and not flags.early:
         wait_for_previous(K)
     step = 0
@@ -139,7 +142,7 @@ def _produce(descs, ring, schedule, flags: gl.constexpr):
             if not flags.symmetric:
                 _load(b_desc, (batch, k, column), flags.broad, False, ready, b_blocks, b_place)
             elif flags.halved or not flags.same or row != column:
-                _load(b_desc, (batch, column, k), flags.broad, True, ready, b_blocks, b_place)
+                _load(b_desc, (b_batch, column, k), flags.broad, True, ready, b_blocks, b_place)
             elif flags.banded:
                 _load(a_desc, (batch, other_row, k), 1, True, ready, b_blocks, 2 * slot + i)
                 if quarter == 1:

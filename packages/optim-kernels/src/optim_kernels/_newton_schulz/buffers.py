@@ -82,5 +82,10 @@ class Buffers:
         """Where X ends, if that is in ``room``."""
         return room.as_strided(*self._views[self._index(self._last)])
 
+    @staticmethod
+    def twice(square: Tensor) -> Tensor:
+        """A square buffer and the one after it, as one batch."""
+        return square.as_strided((2 * len(square), *square.shape[1:]), square.stride())
+
     def _index(self, number: int) -> int:
         return self._num_squares + self._own.index(number)

@@ -59,7 +59,8 @@ class Job:
     With ``low`` q is the rounding error of d, so that d + q has twice the digits. With ``apart`` the diagonal of a
     square d is stored apart, in fp32, and a product with X takes that diagonal as β, a number for each row. ``whole``:
     a is not symmetric, so all of its tiles are stored; a square b is always symmetric. ``exact`` is as in `iterations`;
-    a chain, whose matrices all have 16 bits, ignores it.
+    a chain, whose matrices all have 16 bits, ignores it. ``twice``: two products with one b, of buffers a and a + 1,
+    with c and d like them.
     """
 
     kind: Kind
@@ -76,6 +77,7 @@ class Job:
     apart: bool = False
     whole: bool = False
     exact: bool = False
+    twice: bool = False
 
     def length(self, m: int, n: int) -> int:
         """The length of its sums."""
@@ -117,13 +119,32 @@ class _Writer:
         assert job.kind is not Kind.FULL or job.c < 0 or job.c in self.whole
         self.jobs.append(job)
 
-    def factor(self, block: Sequence[Triple], start: int, r: int, z: int, q: int, other: int, *, unit: float) -> int:
-        """Form a block's Q from R = ``unit`` times buffer ``start``; return its buffer, ``q`` or ``other``."""
+    def factor(
+        self,
+        block: Sequence[Triple],
+        start: int,
+        r: int,
+        z: int,
+        q: int,
+        other: int,
+        *,
+        unit: float = 1.0,
+        in_pairs: bool = False,
+    ) -> int:
+        """Form a block's Q from R = ``unit`` times buffer ``start``; return its buffer.
+
+        ``in_pairs``: buffers q and other + 1 follow r and other, so that step 2 may multiply R and Q by Z in one job.
+        """
         for step, (a, b, c) in enumerate(block, start=1):
             if step == 1:
                 self.square(start, start, z, c=start, q=q, alpha=c * unit * unit, beta=b * unit, omega=a)
             else:
                 self.square(r, r, z, c=r, alpha=c, beta=b)
+            if in_pairs and 2 == step < len(block):
+                self.square(r, z, other, c=r, beta=a, twice=True)
+                self.square(z, other, r, c=other, beta=a)
+                q, other = other + 1, q
+                continue
             if step < len(block):
                 self.square(start, z, other, c=start, alpha=unit, beta=a * unit)
                 self.square(z, other, r, c=other, beta=a)
@@ -144,10 +165,11 @@ class _Writer:
         self.x = d
 
 
-def jobs_of(config: NSConfig, m: int, n: int, *, in_factors: bool = False) -> list[Job]:
+def jobs_of(config: NSConfig, m: int, n: int, *, in_factors: bool = False, in_pairs: bool = False) -> list[Job]:
     """The iteration that ``config`` chooses for m×n matrices; the last job's ``d`` is the result.
 
-    ``in_factors``: the Gram iteration restarts in its factors where that is shorter (`_restart_in_factors`).
+    ``in_factors``: the Gram iteration restarts in its factors where that is shorter (`_restart_in_factors`);
+    ``in_pairs``: two of its products with one operand may be one job, for which it needs a buffer more.
     """
     write = _Writer()
     if config.method_for(m, n) == "standard":
@@ -162,10 +184,10 @@ def jobs_of(config: NSConfig, m: int, n: int, *, in_factors: bool = False) -> li
     elif in_factors and config.restarts_in_factors(m, n):
         _restart_in_factors(write, *config.blocks)
     else:
-        r, z, q, other = range(4)
+        r, q, other, z = (0, 1, 2, 4) if in_pairs else range(4)
         for block in config.blocks:
             write.gram(r, exact=True)
-            write.rectangle(write.factor(block, r, r, z, q, other, unit=1.0), exact=True)
+            write.rectangle(write.factor(block, r, r, z, q, other, in_pairs=in_pairs), exact=True)
     return write.jobs
 
 
@@ -190,14 +212,14 @@ def _restart_in_factors(write: _Writer, first: Sequence[Triple], second: Sequenc
     write.full(q1, high, free, c=z, beta=1.0, q=r, low=True)
     write.square(r, q1, z)
     write.square(free, q1, high, c=z, alpha=unit, beta=unit)
-    q2 = write.factor(second, high, high, z, r, low, unit=1.0)
+    q2 = write.factor(second, high, high, z, r, low)
     write.full(q2, q1, free, apart=True)
     write.rectangle(free, beta=1.0, apart=True)
 
 
 def num_squares(jobs: Sequence[Job]) -> int:
     """How many square buffers a matrix needs."""
-    return 1 + max(max(job.d, job.q) for job in jobs if job.kind is not Kind.RECTANGLE)
+    return 1 + max(max(job.d + job.twice, job.q) for job in jobs if job.kind is not Kind.RECTANGLE)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.copy_engine import ALIGNMENT, is_readable
 from optim_kernels._newton_schulz.int8_start import first_step, starts_in_int8
 from optim_kernels._newton_schulz.product_launches import general_product, symmetric_product
+from optim_kernels._newton_schulz.tile_choice import takes_pairs
 from optim_kernels._recording import ONE_AT_A_TIME, side_stream
 
 # Flops under which the products' launches take longer than the products.
@@ -75,7 +76,8 @@ class Plan:
     def __init__(self, g: Tensor, shape: torch.Size, config: NSConfig) -> None:
         dtype = config.compute_dtype(g)
         self._batch, self._shape, self._dtype, self._compute_dtype = g.shape, shape, g.dtype, dtype
-        self._jobs = jobs_of(config, *g.shape[-2:])
+        in_pairs = takes_pairs(len(g), g.shape[-2], dtype, g.device)
+        self._jobs = jobs_of(config, *g.shape[-2:], in_pairs=in_pairs)
         self._config = config
         _, m, n = g.shape
         self._starts_in_int8 = starts_in_int8(m, n, config, g.device)
@@ -164,6 +166,9 @@ class Plan:
             c = squares[job.c] if job.c >= 0 else None
             q = (squares[job.q], job.omega) if job.q >= 0 else None
             a, b, d = operands[job.a], operands[job.b], squares[job.d]
+            if job.twice:
+                assert c is not None
+                a, c, d = map(Buffers.twice, (a, c, d))
             early = is_ready and number == 0
             more: dict[str, Any] = {"shifted": q, "scale": scale, "early": early, "exact": job.exact}
             symmetric_product(a, b, c=c, alpha=job.alpha, beta=job.beta, out=d, **more)

@@ -74,11 +74,11 @@ def symmetric_product(
 ) -> Tensor:
     """``alpha a bᵀ + beta c``, symmetric by contract, for ``a, b [batch, M, K]``.
 
-    ``alpha`` and ``beta`` may be fp32 tensors of one element where `portable_tile` chooses the tile. ``shifted = (q,
-    omega)`` also writes the result plus ``omega I`` into q. ``scale [batch]`` (fp32, on the device) multiplies each
-    matrix before it is rounded. ``early``: whatever of the launch before is still running makes nothing but ``scale``,
-    and no other launch still uses ``out``; so some kernels start beside it. ``exact``: fp32 matrices are summed in fp64
-    where the device multiplies fp64 fast.
+    A lone tile takes a shorter batch b, too, which is repeated (`takes_pairs`). ``alpha`` and ``beta`` may be fp32
+    tensors of one element where `portable_tile` chooses the tile. ``shifted = (q, omega)`` also writes the result plus
+    ``omega I`` into q. ``scale [batch]`` (fp32, on the device) multiplies each matrix before it is rounded. ``early``:
+    whatever of the launch before is still running makes nothing but ``scale``, and no other launch still uses ``out``;
+    so some kernels start beside it. ``exact``: fp32 matrices are summed in fp64 where the device multiplies fp64 fast.
     """
     batch, m, k = a.shape
     if out is None:
@@ -120,12 +120,14 @@ def _symmetric_launch(
     key: tuple[Any, ...], dtype: torch.dtype, given: Tile | None, device: torch.device, early: bool, exact: bool
 ) -> tuple[Tile, BlockLaunch | None, tuple[int, ...]]:
     """The tile; its launch, unless the kernel is persistent; the numbers of tiles to pass to the launch."""
-    same, ((batch, m, k), *_), _, c, _, q, scale, alpha, _ = key
+    same, ((batch, m, k), *_), ((num_b, *_), *_), c, _, q, scale, alpha, _ = key
     tile = given or choose_tile(
         dtype, device, lambda sms, hopper: symmetric_tile(m, k, batch, sms, same, hopper, q is not None), exact
     )
     if not same and (tile.joined or (tile.lone and tile.quartered)):
         raise ValueError(f"{tile} is for x xᵀ alone, got two operands; leave the tile to the shape")
+    if num_b != batch and (not tile.lone or batch % num_b):
+        raise ValueError(f"{tile} multiplies two batches of one size, got {batch} and {num_b} matrices")
     if tile.lone and tile.quartered and cdiv(m, tile.side) % 4:
         raise ValueError(f"{tile} needs a multiple of 4 diagonal tiles, got m = {m}; leave the tile to the shape")
     if tile.lone:

@@ -50,6 +50,14 @@ def portable_tile(a: Tensor, b: Tensor, *, symmetric: bool) -> Tile:
     return choose_tile(a.dtype, a.device, choose)
 
 
+def takes_pairs(count: int, m: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether ``count`` symmetric products of m×m matrices, and as many with the same second operands, are one launch.
+
+    Where they fit into one round, it costs little more than one of the two.
+    """
+    return choose_tile(dtype, device, lambda sms, hopper: symmetric_tile(m, m, 2 * count, sms, False, hopper)).lone
+
+
 def tile_of_one(a: Tensor, b: Tensor, *, symmetric: bool, shifted: bool = False, exact: bool = False) -> Tile:
     """The tile of ``a bᵀ``, symmetric, or ``a b`` for one matrix, whatever the size of the batch."""
     m, k = a.shape[-2:]
