@@ -97,7 +97,8 @@ def save(
     """Write model, optimizer and ``extra`` into the new folder ``path``; collective.
 
     Args:
-        model: gives parameters their names, and its buffers and frozen parameters are saved; None for neither.
+        model: gives parameters their names, without wrappers of ``torch.compile`` and ``checkpoint_wrapper``, and its
+            buffers and frozen parameters are saved; None for neither.
         extra: plain values and tensors, of the first rank.
         async_: return a ``Saving`` once everything is copied to host memory, and write in the background, with training
             going on. The next ``save`` or ``load`` waits for it.

@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 
 from optim_dist._dealing import newton_schulz_flops
+from optim_dist._plain_names import plain_names
 
 RouteName = Literal["adamw", "muon"]  # the update that a parameter takes: what its group calls ``kind``
 
@@ -161,6 +162,12 @@ class Plan:
     def hash(self) -> str:
         """SHA-256 of the structure alone: names, shapes, routes, places; hyperparameters do not enter."""
         return hashlib.sha256(json.dumps(self.describe(), separators=(",", ":")).encode()).hexdigest()
+
+    @cached_property
+    def plain_hash(self) -> str:
+        """The hash that the plan has where names are those of the model without wrappers."""
+        names = plain_names(spec.name for spec in self.parameters)
+        return replace(self, parameters=tuple(replace(spec, name=names[spec.name]) for spec in self.parameters)).hash
 
     def describe(self) -> dict[str, Any]:
         return {

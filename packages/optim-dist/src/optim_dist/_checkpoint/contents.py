@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from optim_dist._checkpoint.codes import in_files, join_codes, whole_shape
 from optim_dist._checkpoint.common import without_numpy_scalars
-from optim_dist._checkpoint.manifest import Manifest, SavedParameter, SavedState
+from optim_dist._checkpoint.manifest import SavedParameter, SavedState
 from optim_dist._checkpoint.reshard import VALUE
 from optim_dist._checkpoint.rows import Part, row_pieces, to_rows
 from optim_dist._checkpoint.staging import ToHost, on_host
@@ -47,20 +47,6 @@ def named_specs(optimizer: LiveOptimizer, model: nn.Module | None) -> list[Param
                 "optimizer; give a model that has all of them, or none"
             )
     return specs
-
-
-def named_as_saved(specs: list[ParameterSpec], manifest: Manifest) -> list[ParameterSpec]:
-    """``specs`` with the checkpoint's names for the same parameters, which may be wrapped there and not here."""
-    saved = {unwrapped(entry.name): entry.name for entry in manifest.parameters}
-    return [replace(spec, name=saved.get(unwrapped(spec.name), spec.name)) for spec in specs]
-
-
-def unwrapped(name: str) -> str:
-    """A parameter's name without the modules that torch's ``checkpoint_wrapper`` puts around others.
-
-    These come and go with activation checkpointing, and torch's own state dicts leave them out, too.
-    """
-    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def pieces_of(optimizer: LiveOptimizer, index: int) -> list[Piece]:
@@ -164,9 +150,13 @@ def compare_groups(
 
 
 def load_groups(optimizer: LiveOptimizer, saved: list[dict[str, Any]]) -> None:
-    """Take over saved hyperparameters; the state is empty afterwards."""
+    """Take over saved hyperparameters; names that parameters have stay, and the state is empty afterwards."""
     stamp = stamped({}, optimizer.plan, optimizer.communicator.rank)
-    optimizer.load_state_dict({"state": {}, "param_groups": saved, **stamp})
+    named = [
+        {**theirs, "param_names": mine["param_names"]} if "param_names" in mine else theirs
+        for theirs, mine in zip(saved, optimizer.param_groups, strict=True)
+    ]
+    optimizer.load_state_dict({"state": {}, "param_groups": named, **stamp})
 
 
 def flat_part(value: Tensor, shard: Shard) -> Tensor:

@@ -13,7 +13,7 @@ import io
 import pickle
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from optim_dist._checkpoint import background
 from optim_dist._checkpoint import manifest as manifests
 from optim_dist._checkpoint.codes import decode_where_cut
-from optim_dist._checkpoint.contents import compare_groups, load_groups, named_as_saved, named_specs, pieces_of
+from optim_dist._checkpoint.contents import compare_groups, load_groups, named_specs, pieces_of
 from optim_dist._checkpoint.faults import Problems
 from optim_dist._checkpoint.manifest import CheckpointError, Manifest, SavedParameter
 from optim_dist._checkpoint.reshard import ROOM, exchange, in_batches, streams
@@ -31,6 +31,7 @@ from optim_dist._checkpoint.rest import compare_rest, differently_frozen, load_r
 from optim_dist._checkpoint.restoring import Restoring
 from optim_dist._checkpoint.surveying import Survey, survey
 from optim_dist._optimizers.base import DistOptimizer
+from optim_dist._plain_names import plain_names
 from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import ParameterSpec
 
@@ -44,11 +45,12 @@ class Contents:
 
     Attributes:
         common: the content of the common file.
-        saved_rest: the saved buffers and frozen parameters.
+        saved_rest: the saved buffers and frozen parameters, under plain names.
         files: the contents of the rank files that this rank reads, as ``codes.PartsByFile``.
         saved: all saved parameters, as they come out of the files.
-        rest: the model's own buffers and frozen parameters.
-        specs: the parameters of this run, under the names of the model, or those of the same parameters in the files.
+        rest: the model's own buffers and frozen parameters, under the names that its state has.
+        specs: the parameters of this run, under plain names.
+        names: plain names of this run, keyed by the model's.
     """
 
     common: Mapping[str, Any]
@@ -57,6 +59,7 @@ class Contents:
     saved: Sequence[SavedParameter]
     rest: Mapping[str, Any]
     specs: Sequence[ParameterSpec]
+    names: Mapping[str, str]
 
 
 def load(folder: Path, model: nn.Module | None, opt: DistOptimizer) -> Any:
@@ -78,7 +81,7 @@ def load(folder: Path, model: nn.Module | None, opt: DistOptimizer) -> Any:
     with opt.begun_together("checkpoint.load()"), torch.no_grad():
         load_groups(opt, contents.common["groups"])
         _exchange(contents, surveyed.readers, opt)
-        load_rest(model, contents.rest, contents.saved_rest)
+        load_rest(model, contents.rest, contents.saved_rest, contents.names)
         communicator.barrier()  # no rank goes on before all have loaded
     return contents.common["extra"]
 
@@ -112,23 +115,30 @@ def _read_all(
     (rest, other_names), specs = rest_of_model(model, opt), named_specs(opt, model)
     if manifest is None:
         return None
-    specs = named_as_saved(specs, manifest)
+    names = plain_names([*(spec.name for spec in specs), *rest])
+    specs = [replace(spec, name=names[spec.name]) for spec in specs]
+    plain_rest = {names[name]: value for name, value in rest.items()}
     common: dict[str, Any] = _read(folder, manifests.COMMON, sent=sent) if surveyed.common_readers else {}
-    saved_rest = without_copies(common.get("model", {}), other_names, specs)
-    differing = differently_frozen(manifest, specs, saved_rest, rest)
+    saved_rest = without_copies(common.get("model", {}), manifest, other_names, specs)
+    saved_names = plain_names([*(entry.name for entry in manifest.parameters), *saved_rest])
+    manifest = manifest.renamed(saved_names)
+    saved_rest = {saved_names[name]: value for name, value in saved_rest.items()}
+    differing = differently_frozen(manifest, specs, saved_rest, plain_rest)
     found += differing.values()
     found += manifests.compare(manifest, specs, but=differing)
     if surveyed.common_readers:
-        found += compare_rest(saved_rest, rest, but=differing)
+        found += compare_rest(saved_rest, plain_rest, but=differing)
         # checkpoints of version 0.3 have no members
-        found += compare_groups(common["groups"], common.get("members", {}), opt, specs)
+        members = {saved_names.get(name, name): group for name, group in common.get("members", {}).items()}
+        found += compare_groups(common["groups"], members, opt, specs)
     files: dict[int, dict[str, dict[str, Any]]] = {}
     for saved_rank in (number for number, reader in enumerate(surveyed.readers) if reader == communicator.rank):
         # mapped, not read into memory, which may have room only for this rank's part
-        files[saved_rank] = _read(folder, manifests.rank_file(saved_rank), mmap=True)
+        content = _read(folder, manifests.rank_file(saved_rank), mmap=True)
+        files[saved_rank] = {saved_names.get(name, name): parts for name, parts in content.items()}
         found += _compare_file(files[saved_rank], saved_rank, manifest)
     saved = [] if found else decode_where_cut(manifest.parameters, specs, files)
-    return Contents(common, saved_rest, files, saved, rest, specs)
+    return Contents(common, saved_rest, files, saved, rest, specs, names)
 
 
 def _read(folder: Path, name: str, *, sent: io.BytesIO | None = None, mmap: bool = False) -> Any:

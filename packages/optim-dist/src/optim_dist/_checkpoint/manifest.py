@@ -13,8 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Container, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -68,7 +68,10 @@ class SavedState:
 
 @dataclass(frozen=True)
 class SavedParameter:
-    """A parameter: ``pieces`` are ``[rank, start, stop]``, ``scalars`` its 0-dim state by key."""
+    """A parameter: ``pieces`` are ``[rank, start, stop]``, ``scalars`` its 0-dim state by key.
+
+    Up to version 0.12.8 names had the wrappers that ``plain_names`` leaves out.
+    """
 
     name: str
     shape: list[int]
@@ -88,6 +91,11 @@ class Manifest:
     plan: str
     files: dict[str, list[Any]]  # name: [bytes, sha256]
     parameters: list[SavedParameter]
+
+    def renamed(self, names: Mapping[str, str]) -> Manifest:
+        """The same manifest with other names of parameters, keyed by those that they have."""
+        parameters = [replace(entry, name=names[entry.name]) for entry in self.parameters]
+        return replace(self, parameters=parameters)
 
     def write(self, folder: Path, torch_version: str) -> None:
         is_coded = any(state.format for entry in self.parameters for state in entry.state.values())

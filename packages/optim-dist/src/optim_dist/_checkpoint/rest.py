@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from optim_dist._checkpoint.contents import unwrapped
 from optim_dist._checkpoint.manifest import Manifest
 from optim_dist._optimizers.construction import layout_of
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.whole_state import cut_like, on_one_rank
+from optim_dist._plain_names import plain_names
 from optim_dist.plan import ParameterSpec, dtype_name
 
 EXTRA_STATE = "_extra_state"  # torch's name for what a module's ``get_extra_state`` gives, of any type and shape
@@ -37,10 +37,19 @@ def rest_of_model(model: nn.Module | None, optimizer: LiveOptimizer) -> tuple[di
     state = model.state_dict(keep_vars=True) if is_torchs else model.state_dict()
     trained = optimizer.trained_ids()
     parameters = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
-    owned = {name for name, value in state.items() if parameters.get(name, id(_whole(value))) in trained}
+    known = parameters if is_torchs else {**_by_plain_name(model, state, parameters), **parameters}
+    owned = {name for name, value in state.items() if known.get(name, id(_whole(value))) in trained}
     rest = {name: value for name, value in state.items() if name not in owned}
     others = owned - parameters.keys()
     return {name: value.detach() if isinstance(value, Tensor) else value for name, value in rest.items()}, others
+
+
+def _by_plain_name(model: nn.Module, state: Iterable[str], parameters: Mapping[str, int]) -> dict[str, int]:
+    """The values of ``parameters`` by the state's names for them, which may have fewer wrappers."""
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    plain = plain_names([*parameters, *buffers])
+    found = {plain[name]: value for name, value in parameters.items()}
+    return {name: found[known] for name, known in plain_names(state).items() if known in found and name not in buffers}
 
 
 def _whole(value: object) -> object:
@@ -50,16 +59,22 @@ def _whole(value: object) -> object:
 
 
 def without_copies(
-    saved: Mapping[str, Any], other_names: Container[str], specs: Sequence[ParameterSpec]
+    saved: Mapping[str, Any], manifest: Manifest, other_names: Iterable[str], specs: Sequence[ParameterSpec]
 ) -> dict[str, Any]:
     """``saved`` without copies of trained parameters, which versions up to 0.12.6 saved under the state's names.
 
     Args:
+        saved: the rest of a model, under the names that the file has, as ``manifest`` does.
         other_names: the second result of ``rest_of_model``.
-        specs: this run's parameters, with the checkpoint's names.
+        specs: this run's parameters, under plain names.
     """
-    unlike = {unwrapped(spec.name) for spec in specs if unwrapped(spec.name) != spec.name}
-    return {name: value for name, value in saved.items() if name not in other_names and name not in unlike}
+    trained = {entry.name for entry in manifest.parameters}
+    # torch's checkpoint_wrapper leaves itself out of a state's names, but not out of parameters'
+    in_state = {name.replace("_checkpoint_wrapped_module.", "") for name in trained} - trained
+    # of views, that is: a frozen parameter of the checkpoint may have the name of one that is trained here
+    others = set(plain_names(other_names).values()) - {spec.name for spec in specs}
+    plain = plain_names(saved)
+    return {name: value for name, value in saved.items() if name not in in_state and plain[name] not in others}
 
 
 def whole_rest(rest: Mapping[str, Any], optimizer: LiveOptimizer) -> dict[str, Any]:
@@ -70,11 +85,14 @@ def whole_rest(rest: Mapping[str, Any], optimizer: LiveOptimizer) -> dict[str, A
     }
 
 
-def load_rest(model: nn.Module | None, mine: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Load the saved rest of the model."""
+def load_rest(
+    model: nn.Module | None, mine: Mapping[str, Any], saved: Mapping[str, Any], names: Mapping[str, str]
+) -> None:
+    """Load the saved rest of the model; ``names`` are those in ``saved``, keyed by those in ``mine``, the model's."""
     if model is not None:
-        cut = {name: cut_like(saved[name], value) for name, value in mine.items() if isinstance(value, DTensor)}
-        model.load_state_dict({**saved, **cut}, strict=False)
+        found = {name: saved[names[name]] for name in mine}
+        cut = {name: cut_like(found[name], value) for name, value in mine.items() if isinstance(value, DTensor)}
+        model.load_state_dict({**found, **cut}, strict=False)
 
 
 def differently_frozen(

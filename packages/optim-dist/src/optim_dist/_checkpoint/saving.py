@@ -32,6 +32,7 @@ from optim_dist._checkpoint.staging import Staging, on_host
 from optim_dist._checkpoint.writing import LATEST, Destination, Snapshot, write
 from optim_dist._optimizers.agreement import check_options
 from optim_dist._optimizers.base import DistOptimizer
+from optim_dist._plain_names import plain_names
 from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import ParameterSpec
 
@@ -64,6 +65,9 @@ def save(
     opt.wait()
     with raised_together(communicator, destination.failed):
         (rest, _), specs = rest_of_model(model, opt), named_specs(opt, model)
+        names = plain_names([*(spec.name for spec in specs), *rest])
+        specs = [replace(spec, name=names[spec.name]) for spec in specs]
+        rest = {names[name]: value for name, value in rest.items()}
     _check_names(specs, communicator, destination.failed)
     staging = Staging()
     is_first = communicator.rank == 0

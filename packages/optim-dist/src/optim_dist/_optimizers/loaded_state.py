@@ -43,10 +43,11 @@ def check_stamp(state_dict: dict[str, Any], plan: Plan, rank: int) -> None:
     stamp = state_dict.get("plan")
     if stamp is None:
         return
-    if stamp["hash"] != plan.hash or stamp["rank"] != rank:
+    # up to version 0.12.8 stamps had the hash with the names of the wrapped model
+    if stamp["hash"] not in (plan.plain_hash, plan.hash) or stamp["rank"] != rank:
         raise ValueError(
             f"this state is of rank {stamp['rank']} of {stamp['world_size']}, plan {stamp['hash'][:12]}; "
-            f"this is rank {rank} of {plan.world_size}, plan {plan.hash[:12]}. "
+            f"this is rank {rank} of {plan.world_size}, plan {plan.plain_hash[:12]}. "
             "optim_dist.checkpoint loads at any number of ranks, and so does the state_dict() of one rank if all have "
             "called consolidate_state_dict() before it"
         )

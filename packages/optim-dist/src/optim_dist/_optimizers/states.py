@@ -22,7 +22,7 @@ from optim_utils.low_bit import LowBitTensor, from_plain
 def stamped(state_dict: dict[str, Any], plan: Plan, rank: int) -> dict[str, Any]:
     """``state_dict`` with the plan that it fits; unchanged if no plan cuts the state."""
     if plan.world_size > 1 and plan.buckets:
-        state_dict["plan"] = {"hash": plan.hash, "world_size": plan.world_size, "rank": rank}
+        state_dict["plan"] = {"hash": plan.plain_hash, "world_size": plan.world_size, "rank": rank}
     return state_dict
 
 
