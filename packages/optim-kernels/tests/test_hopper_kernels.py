@@ -50,6 +50,7 @@ def compiled(kind):
     types |= dict.fromkeys(("hyper", "control", "lr_scales"), "*fp32")
     if lone:
         types |= dict.fromkeys(("a_desc", "b_desc", "c_desc", "d_desc", "q_desc"), block(64, 64)) | {"programs": "i32"}
+        types |= {"inverses": "*fp32", "parts": "i32", "norm_scale": "fp32", "eps": "fp32"}
     elif wide:
         types |= {"b_desc": block(256, 64) if symmetric else block(64, 256), "mirror_desc": block(256, 64)}
         types |= dict.fromkeys(("c_desc", "d_desc"), block(64, 256))
@@ -69,6 +70,9 @@ def compiled(kind):
         tall, broad = blocks.get(kind.split()[1], (2, 2 if symmetric else 4))
         square = symmetric and tall == broad
         constants |= dict(SYMMETRIC=symmetric, SAME=square, HAS_Q=symmetric, BANDED=square, OVERLAP=True)
+        finds_norm = symmetric and kind != "symmetric lone"
+        types |= {"scale": "*fp64"} if finds_norm else {}
+        constants |= dict(PARTS=1024 if finds_norm else 0, ADD_EPS=False)
         constants |= dict(STAGES=5 if tall == 3 else 4, TALL=tall, BROAD=broad, EARLY=symmetric)
     elif wide:
         constants |= dict(SYMMETRIC=symmetric, STAGES=3)

@@ -23,6 +23,7 @@ from optim_kernels._newton_schulz.tiles import (
     Tile,
     cdiv,
     general_tile,
+    may_find_norm,
     symmetric_programs,
     symmetric_tile,
     symmetric_tiles,
@@ -32,7 +33,7 @@ from optim_utils.param_groups import MatrixView
 
 pytest.importorskip("triton")
 from optim_kernels import muon_kernels as mk
-from optim_kernels._kernels.normalize import Start
+from optim_kernels._kernels.normalize import Norm, Start
 from optim_kernels._kernels.product import rectangle_tile, triangle_tile
 from optim_kernels._newton_schulz.iterations import normalize
 from optim_kernels._triton import FUSED, tl, triton
@@ -433,6 +434,9 @@ def test_tiles_that_a_product_cannot_take_are_refused() -> None:
         mk.symmetric_product(x, x, tile=WIDE)
     with pytest.raises(ValueError, match="two batches of one size, got 2 and 1 matrices"):
         mk.symmetric_product(mk.empty_matrices(2, 640, 64, like=x), x, tile=Tile(128, 128, 64, 4, 3))
+    norm = Norm(torch.ones(3).double(), torch.empty(2, 1), 3, 1.0, 0.0, False)
+    with pytest.raises(ValueError, match="finds no norm of matrices with m = 640"):
+        mk.symmetric_product(x, x, scale=norm, tile=Tile(128, 128, 64, 4, 3))
 
 
 @pytest.mark.gpu
@@ -473,6 +477,15 @@ def test_lone_products(shape: tuple[int, int, int], lone: Tile, whole: Tile, wid
     torch.cat([a, p], out=both)
     singles = [mk.symmetric_product(each, z, c=each, beta=2.0, tile=whole) for each in (a, p)]
     assert torch.equal(mk.symmetric_product(both, z, c=both, beta=2.0, tile=whole), torch.cat(singles))
+    # a scale that the product finds
+    for parts, adds_eps in ((1, False), (300, True)) if may_find_norm(x.shape[1], lone) else ():
+        sums = torch.rand(len(x) * parts, dtype=torch.float64, device="cuda")
+        norm = Norm(sums, torch.empty(2, len(x), device="cuda"), parts, 1.25, 0.5, adds_eps)
+        found = mk.symmetric_product(x, x, scale=norm, tile=lone)
+        divisor = 1.25 * sums.view(-1, parts).sum(1).sqrt()
+        divisor = divisor + 0.5 if adds_eps else divisor.clamp_min(0.5)
+        torch.testing.assert_close(norm.inverses, torch.stack([1 / divisor, divisor**-2]).float(), rtol=2e-7, atol=0)
+        assert torch.equal(found, mk.symmetric_product(x, x, scale=norm.inverses[1], tile=lone))
     if len(x) > 1:
         x[0, 0, 0] = float("nan")
         a = mk.symmetric_product(x, x, tile=lone)

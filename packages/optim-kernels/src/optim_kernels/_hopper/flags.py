@@ -68,6 +68,8 @@ class LoneFlags(NamedTuple):
     has_q: Any
     has_scale: Any
     banded: Any
+    parts: Any
+    adds_eps: Any
     group: Any
     stages: Any
     tall: Any

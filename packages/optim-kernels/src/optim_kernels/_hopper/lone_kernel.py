@@ -16,7 +16,8 @@ blocks a step. Nothing hides the end of a tile, so it is kept short: C comes as 
 leave from slots that have been read, so no buffers of their own take room from the ring. With OVERLAP a program of the
 next launch waits for any free multiprocessor, not for all: two programs never share one, as the ring takes more than
 half of its memory. With EARLY, where only the scale comes from the launch before, a program even multiplies before the
-scale is there.
+scale is there. With PARTS the scale is 1/N², which a program finds when its sums are done, from squares of parts of the
+matrix (`_kernels.normalize`): a launch for that in between would take longer.
 
 Tiles on the diagonal need less work, and where every program counts (BANDED, for A Aᵀ alone) they are combined:
 
@@ -217,6 +218,7 @@ def lone_kernel(
     d_desc,
     q_desc,
     scale,
+    inverses,
     programs,
     T,
     columns,
@@ -224,12 +226,17 @@ def lone_kernel(
     alpha,
     beta,
     omega,
+    parts,
+    norm_scale,
+    eps,
     SYMMETRIC: gl.constexpr,
     SAME: gl.constexpr,
     HAS_C: gl.constexpr,
     HAS_Q: gl.constexpr,
     HAS_SCALE: gl.constexpr,
     BANDED: gl.constexpr,
+    PARTS: gl.constexpr,
+    ADD_EPS: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
     TALL: gl.constexpr,
@@ -237,9 +244,12 @@ def lone_kernel(
     OVERLAP: gl.constexpr,
     EARLY: gl.constexpr,
 ):
-    """``programs`` per matrix; T tiles a side, or T rows and ``columns`` columns of tiles."""
+    """``programs`` per matrix; T tiles a side, or T rows and ``columns`` columns of tiles.
+
+    With PARTS, at least as many as ``parts``, ``scale`` is their squares, and 1/N and 1/N² are left in ``inverses``.
+    """
     flags: gl.constexpr = lone_flags(
-        SYMMETRIC, SAME, HAS_C, HAS_Q, HAS_SCALE, BANDED, GROUP, STAGES, TALL, BROAD, OVERLAP, EARLY
+        SYMMETRIC, SAME, HAS_C, HAS_Q, HAS_SCALE, BANDED, PARTS, ADD_EPS, GROUP, STAGES, TALL, BROAD, OVERLAP, EARLY
     )
     a_blocks = blocks_of(a_desc, flags.deep * TALL * STAGES)
     b_blocks = blocks_of(b_desc, flags.deep * BROAD * STAGES)
@@ -247,7 +257,7 @@ def lone_kernel(
     fence_async_shared()
     descs = (a_desc, b_desc, c_desc, d_desc, q_desc)
     schedule = (programs, T, columns, K)
-    numbers = (alpha, beta, omega, scale)
+    numbers = (alpha, beta, omega, (scale, inverses, programs, a_desc.shape[0], parts, norm_scale, eps))
     if TALL == 1:
         gl.warp_specialize(
             [
@@ -281,11 +291,11 @@ def lone_kernel(
 
 
 def lone_launch(
-    tile: Tile, programs: int, flags: Sequence[bool], *, panel: int, overlap: bool, early: bool
+    tile: Tile, programs: int, flags: Sequence[int], *, panel: int, overlap: bool, early: bool
 ) -> BlockLaunch:
     """A launch for matrices of 16 bits.
 
-    ``flags``: SYMMETRIC, SAME, HAS_C, HAS_Q, HAS_SCALE and BANDED; ``panel``: rows of tiles that share a column's
+    ``flags``: from SYMMETRIC to ADD_EPS; ``panel``: rows of tiles that share a column's
     operand in L2; ``early``: what still runs when this launch starts makes nothing but the scale.
     """
     side: int = SIDE.value

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from optim_kernels._hopper.overlap import wait_for_previous
 from optim_kernels._hopper.ring import barrier, blocks_as, store
+from optim_kernels._kernels.normalize import inverse_norm
 
 # Side of a block: the rows of one tensor core instruction, and the columns that the copy engine swizzles as one.
 SIDE = gl.constexpr(64)
@@ -155,14 +156,42 @@ def _multiply_corner(ring, quarter, K, flags: gl.constexpr):
 
 
 @gluon.jit
-def _finish(acc, view, numbers, batch, flags: gl.constexpr):
+def _with_scale(numbers, batch, K, flags: gl.constexpr):
+    """α, β, ω and the matrix's scale, which may have to be waited for and found; all after a consumer's products."""
+    alpha, beta, omega, of_scale = numbers
+    if flags.early:
+        wait_for_previous(K)
+    scale = 1.0
+    if flags.parts > 0:
+        scale = _inverse_square(of_scale, batch, flags)
+    elif flags.has_scale:
+        scale = gl.load(of_scale[0] + batch)
+    return alpha, beta, omega, scale
+
+
+@gluon.jit
+def _inverse_square(of_scale, batch, flags: gl.constexpr):
+    """1/N² of a matrix, from the squares of its parts; one program leaves it and 1/N for later launches."""
+    sums, inverses, programs, num_matrices, parts, norm_scale, eps = of_scale
+    part = gl.arange(0, flags.parts, gl.BlockedLayout([1], [32], [4], [0]))
+    squares = gl.sum(gl.load(sums + batch * parts + part, mask=part < parts, other=0.0), axis=0)
+    inverse = inverse_norm(squares, norm_scale, eps, flags.adds_eps)
+    square = (inverse * inverse).to(gl.float32)
+    if gl.program_id(0) % programs == 0:
+        gl.store(inverses + batch, inverse.to(gl.float32))
+        gl.store(inverses + num_matrices + batch, square)
+    return square
+
+
+@gluon.jit
+def _finish(acc, view, numbers, flags: gl.constexpr):
     """``s (α acc + β C)`` rounded, which replaces C in ``view``."""
     alpha, beta, _omega, scale = numbers
     acc = acc * alpha
     if flags.has_c:
         acc += beta * view.load(acc.type.layout).to(gl.float32)
     if flags.has_scale:
-        acc *= gl.load(scale + batch)
+        acc *= scale
     d = acc.to(view.dtype)
     view.store(d)
     return d
@@ -203,14 +232,13 @@ def whole_tile(ME: gl.constexpr, where, descs, ring, K, numbers, flags: gl.const
     d_desc, q_desc = descs[3], descs[4]
     batch, row, column = where[0], where[1] + ME * SIDE, where[2]
     acc, step = _multiply(ME, ring, K, flags)
-    if flags.early:
-        wait_for_previous(K)
+    numbers = _with_scale(numbers, batch, K, flags)
     if flags.symmetric:
         blocks = a_blocks if ME == 0 else b_blocks
         slot, next_slot = step % flags.stages, (step + 1) % flags.stages
         _await_place(ring, step, flags.has_c, flags.stages)
         view = _wide(blocks, flags.deep * slot, flags.tall * SIDE, flags.deep * flags.stages)
-        d = _finish(acc, view, numbers, batch, flags)
+        d = _finish(acc, view, numbers, flags)
         await_free(ring, step + 1, flags.stages)
         if flags.tall == 1:
             _block(blocks, 2 * next_slot).permute((1, 0)).store(d)
@@ -229,7 +257,7 @@ def whole_tile(ME: gl.constexpr, where, descs, ring, K, numbers, flags: gl.const
         slot = (step + ME) % flags.stages
         _await_place(ring, step + ME, flags.has_c, flags.stages)
         view = _wide(b_blocks, flags.deep * slot, flags.broad * SIDE, flags.deep * flags.stages)
-        _finish(acc, view, numbers, batch, flags)
+        _finish(acc, view, numbers, flags)
         fence_async_shared()
         barrier()
         for i in gl.static_range(flags.broad):
@@ -242,14 +270,13 @@ def half_tile(where, descs, ring, K, numbers, flags: gl.constexpr):
     d_desc, q_desc = descs[3], descs[4]
     batch, row, column = where[0], where[1], where[2]
     acc, step = _multiply(0, ring, K, flags)
-    if flags.early:
-        wait_for_previous(K)
+    numbers = _with_scale(numbers, batch, K, flags)
     # blocks between this tile's first one and the diagonal: none above it, one across it, more below
     below = (row - column) // SIDE
     slot, next_slot, third = step % flags.stages, (step + 1) % flags.stages, (step + 2) % flags.stages
     _await_place(ring, step, flags.has_c, flags.stages)
     view = _wide(blocks, flags.deep * slot, 2 * SIDE, flags.deep * flags.stages)
-    d = _finish(acc, view, numbers, batch, flags)
+    d = _finish(acc, view, numbers, flags)
     place, mirror, shifted = 2 * flags.deep * slot, 2 * flags.deep * next_slot, 2 * flags.deep * third
     if below < 2:
         if not flags.same:
@@ -278,12 +305,11 @@ def lower_half(where, descs, ring, K, numbers, flags: gl.constexpr):
     d_desc, q_desc = descs[3], descs[4]
     batch, first, row = where[0], where[1], where[1] + SIDE
     acc, step = _multiply_lower(ring, K, flags)
-    if flags.early:
-        wait_for_previous(K)
+    numbers = _with_scale(numbers, batch, K, flags)
     left = 2 * (step % flags.stages)
     mirror, shifted = 2 * ((step + 1) % flags.stages), 2 * ((step + 2) % flags.stages)
     _await_place(ring, step, flags.has_c, flags.stages)
-    _finish(acc, _wide(blocks, step % flags.stages, 2 * SIDE, flags.stages), numbers, batch, flags)
+    _finish(acc, _wide(blocks, step % flags.stages, 2 * SIDE, flags.stages), numbers, flags)
     if not flags.same:
         _symmetrize(_block(blocks, left + 1))
     barrier()
@@ -310,19 +336,18 @@ def corner(where, descs, ring, K, numbers, flags: gl.constexpr):
     d_desc, q_desc = descs[3], descs[4]
     batch, row, _column, quarter, other_row, other_column = where
     acc, other, step = _multiply_corner(ring, quarter, K, flags)
-    if flags.early:
-        wait_for_previous(K)
+    numbers = _with_scale(numbers, batch, K, flags)
     place = 2 * (step % flags.stages)
     mirror, shifted = 2 * ((step + 1) % flags.stages), 2 * ((step + 2) % flags.stages)
     _await_place(ring, step, flags.has_c, flags.stages)
-    _finish(acc, _block(blocks, place), numbers, batch, flags)
+    _finish(acc, _block(blocks, place), numbers, flags)
     if not flags.same:
         _symmetrize(_block(blocks, place))
     if flags.has_q:
         await_free(ring, step + 2, flags.stages)
         _shift(_block(blocks, place), _block(blocks, shifted), numbers[2])
     if flags.banded:
-        e = _finish(other, _block(blocks, place + 1), numbers, batch, flags)
+        e = _finish(other, _block(blocks, place + 1), numbers, flags)
         if quarter == 1:
             await_free(ring, step + 1, flags.stages)
             _block(blocks, mirror).permute((1, 0)).store(e)

@@ -3,7 +3,7 @@
     squares_kernel      the sum of squares of each part of a matrix, parts × batch programs
     scale_kernel        adds the parts in their order, divides, rounds once
     divisors_kernel     replaces it where X stays G, or is a copy made by squares_kernel: 1/N and 1/N² for the first
-                        products
+                        products, unless the first one finds them itself (`Norm`)
 
 and for the set "aol4" after the first Gram matrix A = XXᵀ, with D = diag(rsqrt(Σ_j |A_ij|)):
 
@@ -17,6 +17,7 @@ vanish (fp16), else in fp64, and tiles in fp64; a NaN stays in its matrix.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,14 +90,25 @@ def squares_kernel(
 
 
 @triton.jit
-def _divisor(partials, batch, parts, norm_scale, eps, ADD_EPS: tl.constexpr, PARTS: tl.constexpr):
-    """N of a matrix in fp64, 1 where it is zero."""
+def _sum_of(partials, batch, parts, PARTS: tl.constexpr):
+    """The sum of squares of a matrix."""
     part = tl.arange(0, PARTS)
-    squares = tl.load(partials + batch * parts + part, mask=part < parts, other=0.0)
-    scaled = tl.sqrt(tl.sum(squares, 0)) * norm_scale
+    return tl.sum(tl.load(partials + batch * parts + part, mask=part < parts, other=0.0), 0)
+
+
+@triton.jit
+def _divisor(squares, norm_scale, eps, ADD_EPS: tl.constexpr):
+    """N in fp64 of a sum of squares, 1 where it is zero."""
+    scaled = tl.sqrt(squares) * norm_scale
     # max would drop a NaN
     divisor = scaled + eps if ADD_EPS else tl.where(scaled < eps, eps, scaled)
     return tl.where(divisor == 0.0, 1.0, divisor)
+
+
+@triton.jit
+def inverse_norm(squares, norm_scale, eps, ADD_EPS: tl.constexpr):
+    """1/N in fp64 of a sum of squares; a zero matrix stays zero whatever it is, so 1 there."""
+    return tl.where(squares == 0.0, 1.0, 1.0 / _divisor(squares, norm_scale, eps, ADD_EPS))
 
 
 @triton.jit
@@ -125,7 +137,7 @@ def scale_kernel(
     tile, batch = tl.program_id(0), tl.program_id(1)
     at, exists = _tile(g, batch, tile, columns, batch_stride, row_stride, column_stride, M, N, BLOCK_M, BLOCK_N)
     value = tl.load(at, mask=exists, other=0.0).to(tl.float32)
-    divisor = _divisor(partials, batch, parts, norm_scale, eps, ADD_EPS, PARTS).to(tl.float32)
+    divisor = _divisor(_sum_of(partials, batch, parts, PARTS), norm_scale, eps, ADD_EPS).to(tl.float32)
     at, exists = _tile(x, batch, tile, columns, x_batch_stride, x_row_stride, 1, M, N, BLOCK_M, BLOCK_N)
     tl.store(at, narrow(div_rn(value, divisor), x.dtype.element_ty), mask=exists)
 
@@ -134,13 +146,10 @@ def scale_kernel(
 def divisors_kernel(
     partials, inverses, parts, norm_scale, eps, ADD_EPS: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr
 ):
-    """1/N and 1/N², of each matrix in a row of its own; a zero matrix stays zero whatever they are, so both are 1."""
+    """1/N and 1/N², each of all matrices in a row of its own."""
     after_previous(OVERLAP)
     batch = tl.program_id(0)
-    part = tl.arange(0, PARTS)
-    squares = tl.load(partials + batch * parts + part, mask=part < parts, other=0.0)
-    inverse = 1.0 / _divisor(partials, batch, parts, norm_scale, eps, ADD_EPS, PARTS)
-    inverse = tl.where(tl.sum(squares, 0) == 0.0, 1.0, inverse)
+    inverse = inverse_norm(_sum_of(partials, batch, parts, PARTS), norm_scale, eps, ADD_EPS)
     tl.store(inverses + batch, inverse.to(tl.float32))
     tl.store(inverses + tl.num_programs(0) + batch, (inverse * inverse).to(tl.float32))
 
@@ -183,12 +192,30 @@ def row_factors_kernel(
     tl.store(at, narrow(value, x.dtype.element_ty), mask=exists)
 
 
+class Norm(NamedTuple):
+    """What the first product finds 1/N and 1/N² from, and where it leaves them for later ones.
+
+    Args:
+        sums: squares of the parts of each matrix, fp64 [batch * parts].
+        inverses: 1/N and 1/N², fp32 [2, batch].
+        norm_scale, eps, adds_eps: N = max(s‖G‖, eps) or s‖G‖ + eps.
+    """
+
+    sums: Tensor
+    inverses: Tensor
+    parts: int
+    norm_scale: float
+    eps: float
+    adds_eps: bool
+
+
 class Start:
-    """The start of Newton–Schulz for matrices like ``g [batch, M, N]``: two launches, kept.
+    """The start of Newton–Schulz for matrices like ``g [batch, M, N]``: two launches, or the first of them, kept.
 
     Args:
         x: like the row-major X that is written, G / N or with ``is_scaled`` a copy of G; ``None``: X stays G.
         is_scaled: X is not divided; the launches give 1/N and 1/N² for the first products instead.
+        in_product: the first product finds these.
         has_state: calls pass ``state``, int32 numbers to set to zero: one for all matrices and one for each.
     """
 
@@ -199,8 +226,10 @@ class Start:
         config: NSConfig,
         *,
         is_scaled: bool = False,
+        in_product: bool = False,
         has_state: bool = False,
     ) -> None:
+        self._config, self._in_product = config, in_product
         layout, self._batch, self._is_scaled = _layout(g), len(g), is_scaled or x is None
         copied = _layout(x) if x is not None and is_scaled else None
         self._squares, parts, self._of_squares = _squares_launch(layout, copied, has_state)
@@ -211,12 +240,15 @@ class Start:
         else:
             self._second, numbers = _scale_launch(layout, _layout(x), parts, add_eps)
         self._of_second = (*numbers, config.norm_scale, config.eps)
-        self._num_sums = self._batch * parts
+        self._parts, self._num_sums = parts, self._batch * parts
 
     def __call__(
         self, g: Tensor, x: Tensor | None = None, *, room: Tensor | None = None, state: Tensor | None = None
-    ) -> Tensor | None:
-        """Launch; return 1/N and 1/N² [2, batch] unless X is divided, in ``room``, `size_of_room` numbers in fp64."""
+    ) -> Tensor | Norm | None:
+        """Launch; return what finds the norm, or 1/N and 1/N² [2, batch], unless X is divided.
+
+        They lie in ``room``, `size_of_room` numbers in fp64.
+        """
         if room is None:
             room = torch.empty(self._num_sums + self._batch, dtype=torch.float64, device=g.device)
         sums = room[: self._num_sums]
@@ -226,12 +258,17 @@ class Start:
             self._second((g, sums, x), self._of_second)
             return None
         inverses = room[self._num_sums :].view(torch.float32).view(2, self._batch)
+        if self._in_product:
+            config = self._config
+            return Norm(sums, inverses, self._parts, config.norm_scale, config.eps, config.eps_mode == "add")
         self._second((sums, inverses), self._of_second)
         return inverses
 
     def again(self, g: int, x: int, room: int) -> None:
         """Launch again, without a state, with addresses instead of tensors."""
         self._squares.again((g, room, room, x, *self._of_squares))
+        if self._in_product:
+            return
         tensors = (room, room + 8 * self._num_sums) if self._is_scaled else (g, room, x)
         self._second.again((*tensors, *self._of_second))
 

@@ -9,7 +9,7 @@ X and the m×m factors lie (`buffers`).
 
 fp16 matrices are read where they are, or copied (for a replay, or where the copy engine cannot read them), and the
 first products bring them to norm 1; others are divided and rounded first. The first product may overlap with the norms,
-which it needs only at its end.
+which it needs only at its end; where it takes lone tiles, it even finds the divisors, without a launch for them.
 
 A replay runs a CUDA graph of the products, which has their addresses in the call's allocation. PyTorch gives a repeated
 call the memory of the call before; so a graph is kept for each of the latest such addresses, and recorded when an
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_kernels._kernels.normalize import Start, apply_row_factors, size_of_room
+from optim_kernels._kernels.normalize import Norm, Start, apply_row_factors, size_of_room
 from optim_kernels._newton_schulz.buffers import Buffers
 from optim_kernels._newton_schulz.chain import BatchPlan, takes_chain
 from optim_kernels._newton_schulz.chain_jobs import Kind, Scale, jobs_of
@@ -35,7 +35,7 @@ from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.copy_engine import ALIGNMENT, is_readable
 from optim_kernels._newton_schulz.int8_start import first_step, starts_in_int8
 from optim_kernels._newton_schulz.product_launches import general_product, symmetric_product
-from optim_kernels._newton_schulz.tile_choice import takes_pairs
+from optim_kernels._newton_schulz.tile_choice import finds_norm, takes_pairs
 from optim_kernels._recording import ONE_AT_A_TIME, side_stream
 
 # Flops under which the products' launches take longer than the products.
@@ -76,14 +76,15 @@ class Plan:
     def __init__(self, g: Tensor, shape: torch.Size, config: NSConfig) -> None:
         dtype = config.compute_dtype(g)
         self._batch, self._shape, self._dtype, self._compute_dtype = g.shape, shape, g.dtype, dtype
-        in_pairs = takes_pairs(len(g), g.shape[-2], dtype, g.device)
-        self._jobs = jobs_of(config, *g.shape[-2:], in_pairs=in_pairs)
+        count, m, n = g.shape
+        self._jobs = jobs_of(config, m, n, in_pairs=takes_pairs(count, m, dtype, g.device))
         self._config = config
-        _, m, n = g.shape
         self._starts_in_int8 = starts_in_int8(m, n, config, g.device)
         is_direct = self._starts_in_int8 or not g.is_cuda or config.steps == 0
         self._is_replayed = not is_direct and is_small(shape, config)
         self._is_scaled = g.dtype == dtype == torch.float16 and config.steps > 0 and not config.row_factors
+        can_find_norm = self._is_scaled and not self._starts_in_int8
+        self._finds_norm = can_find_norm and finds_norm(count, m, n, dtype, g.device)
         self._direct = Buffers(
             self._jobs,
             g.shape,
@@ -117,7 +118,7 @@ class Plan:
         squares, xs = buffers.of(room, g, result)
         x = None if buffers.reads_x else xs[0]
         if self._start is None:
-            self._start = Start(g, x, self._config, is_scaled=self._is_scaled)
+            self._start = Start(g, x, self._config, is_scaled=self._is_scaled, in_product=self._finds_norm)
         self._multiply(squares, xs, self._start(g, x, room=buffers.extra(room)), is_ready=buffers.reads_x)
         if not buffers.writes_result:
             result.copy_(buffers.last_x(room))
@@ -130,10 +131,11 @@ class Plan:
             graph = self._graphs.get(address)
             if graph is None or self._movable_start is None:
                 squares, xs = buffers.of(room)
-                start = self._movable_start = Start(g, xs[0], self._config, is_scaled=self._is_scaled)
-                scales = start(g, xs[0], room=buffers.extra(room))
-                self._multiply(squares, xs, scales)
-                self._graphs[address] = self._recorded(squares, xs, scales) if address in self._graphs else None
+                start = Start(g, xs[0], self._config, is_scaled=self._is_scaled, in_product=self._finds_norm)
+                self._movable_start = start
+                norm = start(g, xs[0], room=buffers.extra(room))
+                self._multiply(squares, xs, norm)
+                self._graphs[address] = self._recorded(squares, xs, norm) if address in self._graphs else None
                 if len(self._graphs) > NUM_GRAPHS:
                     self._graphs.popitem(last=False)
             else:
@@ -143,13 +145,19 @@ class Plan:
         result.copy_(buffers.last_x(room))
 
     def _multiply(
-        self, squares: Sequence[Tensor], xs: Sequence[Tensor], scales: Tensor | None, *, is_ready: bool = False
+        self,
+        squares: Sequence[Tensor],
+        xs: Sequence[Tensor],
+        norm: Tensor | Norm | None,
+        *,
+        is_ready: bool = False,
     ) -> None:
-        """Launch the products; ``scales``: 1/N and 1/N² where X has not been divided.
+        """Launch the products; ``norm``: 1/N and 1/N² where X has not been divided, or what the first finds them from.
 
         ``is_ready``: the first X was complete before the launches that find its norm, so the first product may overlap.
         """
         first = 0
+        scales = norm.inverses if isinstance(norm, Norm) else norm
         if self._starts_in_int8:
             gram, _, rectangle = self._jobs[:3]
             of_x = None if scales is None else scales[0]
@@ -170,18 +178,21 @@ class Plan:
                 assert c is not None
                 a, c, d = map(Buffers.twice, (a, c, d))
             early = is_ready and number == 0
-            more: dict[str, Any] = {"shifted": q, "scale": scale, "early": early, "exact": job.exact}
+            given = norm if number == 0 and isinstance(norm, Norm) else scale
+            more: dict[str, Any] = {"shifted": q, "scale": given, "early": early, "exact": job.exact}
             symmetric_product(a, b, c=c, alpha=job.alpha, beta=job.beta, out=d, **more)
             if number == 0 and self._config.row_factors:
                 apply_row_factors(a, d)
 
-    def _recorded(self, squares: Sequence[Tensor], xs: Sequence[Tensor], scales: Tensor | None) -> torch.cuda.CUDAGraph:
+    def _recorded(
+        self, squares: Sequence[Tensor], xs: Sequence[Tensor], norm: Tensor | Norm | None
+    ) -> torch.cuda.CUDAGraph:
         # `torch.cuda.graph` would synchronise; nothing is allocated here, and other threads may go on
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(side_stream(self._device)):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self._multiply(squares, xs, scales)
+                self._multiply(squares, xs, norm)
             finally:
                 graph.capture_end()
         return graph

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._kernels import product, symmetric
+from optim_kernels._kernels.normalize import Norm
 from optim_kernels._newton_schulz.block_launch import BlockLaunch
 from optim_kernels._newton_schulz.coefficients import Triple
 from optim_kernels._newton_schulz.config import Tiles
@@ -35,11 +36,12 @@ from optim_kernels._newton_schulz.tiles import (
     Tile,
     cdiv,
     general_tile,
+    may_find_norm,
     symmetric_programs,
     symmetric_tile,
     symmetric_tiles,
 )
-from optim_kernels._triton import can_overlap
+from optim_kernels._triton import can_overlap, triton
 
 # Rows of tiles that share a column's operand while it is in the L2 cache.
 PANEL = 8
@@ -48,7 +50,10 @@ NUM_LAUNCHES = 1024
 
 
 class LoneProduct(NamedTuple):
-    """Which product a launch of `_hopper.lone_kernel` computes: the kernel's first compile-time arguments."""
+    """Which product a launch of `_hopper.lone_kernel` computes: the kernel's first compile-time arguments.
+
+    ``parts``: of a matrix, whose squares give its scale; a power of two, 0 where the scale is given.
+    """
 
     symmetric: bool = False
     same: bool = False
@@ -56,6 +61,8 @@ class LoneProduct(NamedTuple):
     has_q: bool = False
     has_scale: bool = False
     banded: bool = False
+    parts: int = 0
+    adds_eps: bool = False
 
 
 def symmetric_product(
@@ -67,18 +74,21 @@ def symmetric_product(
     beta: float | Tensor = 0.0,
     out: Tensor | None = None,
     shifted: tuple[Tensor, float] | None = None,
-    scale: Tensor | None = None,
+    scale: Tensor | Norm | None = None,
     tile: Tile | None = None,
     early: bool = False,
     exact: bool = False,
 ) -> Tensor:
     """``alpha a bᵀ + beta c``, symmetric by contract, for ``a, b [batch, M, K]``.
 
-    A lone tile takes a shorter batch b, too, which is repeated (`takes_pairs`). ``alpha`` and ``beta`` may be fp32
-    tensors of one element where `portable_tile` chooses the tile. ``shifted = (q, omega)`` also writes the result plus
-    ``omega I`` into q. ``scale [batch]`` (fp32, on the device) multiplies each matrix before it is rounded. ``early``:
-    whatever of the launch before is still running makes nothing but ``scale``, and no other launch still uses ``out``;
-    so some kernels start beside it. ``exact``: fp32 matrices are summed in fp64 where the device multiplies fp64 fast.
+    ``alpha`` and ``beta`` may be fp32 tensors of one element where `portable_tile` chooses the tile. ``shifted = (q,
+    omega)`` also writes the result plus ``omega I`` into q. ``scale [batch]`` (fp32, on the device) multiplies each
+    matrix before it is rounded. ``early``: whatever of the launch before is still running makes nothing but ``scale``,
+    and no other launch still uses ``out``; so some kernels start beside it. ``exact``: fp32 matrices are summed in fp64
+    where the device multiplies fp64 fast.
+
+    Lone tiles take a shorter batch b, too, which is repeated, and (`may_find_norm`) as ``scale`` a `Norm`: they find
+    1/N² in it, by which they multiply, and leave it there with 1/N.
     """
     batch, m, k = a.shape
     if out is None:
@@ -88,22 +98,24 @@ def symmetric_product(
     same = a is b
     q, omega = (None, 0.0) if shifted is None else shifted
     factors = _factors(alpha, beta, out)
-    key = (same, *map(layout_of, (a, b, c, out, q)), *map(alignment_of, (scale, *factors)))
+    given, inverses, norm = _taken_apart(scale)
+    key = (same, *map(layout_of, (a, b, c, out, q)), *map(alignment_of, (given, *factors)), norm[0], norm[-1])
     tile, launch, counts = _symmetric_launch(key, a.dtype, tile, a.device, early, exact)
     if tile.on_hopper:
         _check_numbers(tile, factors)
     if launch is None:
         if tile.ping_pong:
-            _ping_pong(a, b, c, out, q, scale, tile, (*factors, omega), is_symmetric=True)
+            _ping_pong(a, b, c, out, q, given, tile, (*factors, omega), is_symmetric=True)
             return out
         if not same or q is not None:
             raise ValueError(f"{tile} is for x xᵀ alone, got two operands or a shift; leave the tile to the shape")
-        _wide_product(a, None, c, out, scale, factors)
+        _wide_product(a, None, c, out, given, factors)
         return out
     matrices: tuple[Tensor | None, ...]
     if tile.lone:
-        matrices = (a, b, *(out if x is None else x for x in (c, out, q)))
-    elif tile.quartered:
+        _launch_lone(launch, (a, b, c, out, q), given, inverses, counts, k, (*factors, omega), norm)
+        return out
+    if tile.quartered:
         matrices = 2 * (a, None if same else b, c, out, q)
     elif tile.joined:
         matrices = (a, c, out, q)
@@ -111,7 +123,7 @@ def symmetric_product(
         matrices = (a, None if same else b, c, out, None, q, None)
     else:
         matrices = (a, b, c, out, out, q, q)
-    launch.launch(matrices, (out if scale is None else scale, *counts, k, *factors, omega))
+    launch.launch(matrices, (out if given is None else given, *counts, k, *factors, omega))
     return out
 
 
@@ -120,7 +132,7 @@ def _symmetric_launch(
     key: tuple[Any, ...], dtype: torch.dtype, given: Tile | None, device: torch.device, early: bool, exact: bool
 ) -> tuple[Tile, BlockLaunch | None, tuple[int, ...]]:
     """The tile; its launch, unless the kernel is persistent; the numbers of tiles to pass to the launch."""
-    same, ((batch, m, k), *_), ((num_b, *_), *_), c, _, q, scale, alpha, _ = key
+    same, ((batch, m, k), *_), ((num_b, *_), *_), c, _, q, scale, alpha, _, parts, adds_eps = key
     tile = given or choose_tile(
         dtype, device, lambda sms, hopper: symmetric_tile(m, k, batch, sms, same, hopper, q is not None), exact
     )
@@ -128,6 +140,8 @@ def _symmetric_launch(
         raise ValueError(f"{tile} is for x xᵀ alone, got two operands; leave the tile to the shape")
     if num_b != batch and (not tile.lone or batch % num_b):
         raise ValueError(f"{tile} multiplies two batches of one size, got {batch} and {num_b} matrices")
+    if parts and not may_find_norm(m, tile):
+        raise ValueError(f"{tile} finds no norm of matrices with m = {m}; give it a scale")
     if tile.lone and tile.quartered and cdiv(m, tile.side) % 4:
         raise ValueError(f"{tile} needs a multiple of 4 diagonal tiles, got m = {m}; leave the tile to the shape")
     if tile.lone:
@@ -139,6 +153,9 @@ def _symmetric_launch(
             has_q=q is not None,
             has_scale=scale is not None,
             banded=tile.quartered or tile.joined,
+            # the fewest for which there are threads
+            parts=max(128, triton.next_power_of_2(parts)) if parts else 0,
+            adds_eps=adds_eps,
         )
         launch = _lone_launch(tile, batch * tiles, lone_flags, device, early)
         return tile, launch, (tiles, cdiv(m, tile.side), 0)
@@ -202,11 +219,10 @@ def general_product(
             return out
         _wide_product(a, b, c, out, scale, factors)
         return out
-    numbers = (out if scale is None else scale, *counts, k, *factors)
     if tile.lone:
-        launch.launch((a, b, out if c is None else c, out, out), (*numbers, 0.0))
+        _launch_lone(launch, (a, b, c, out, None), scale, None, counts, k, (*factors, 0.0), NO_NORM)
     else:
-        launch.launch((a, b, c, out), numbers)
+        launch.launch((a, b, c, out), (out if scale is None else scale, *counts, k, *factors))
     return out
 
 
@@ -246,6 +262,33 @@ def _lone_launch(
 
     overlap = may_overlap(tile, programs, device)
     return lone_launch(tile, programs, flags, panel=PANEL, overlap=overlap, early=early)
+
+
+# What a launch gets of a norm that it does not find: parts, norm_scale, eps, and whether that is added.
+NO_NORM = (0, 0.0, 0.0, False)
+
+
+def _taken_apart(scale: Tensor | Norm | None) -> tuple[Tensor | None, Tensor | None, tuple[int, float, float, bool]]:
+    """The scale, or the squares in its place; room for 1/N and 1/N²; and the numbers of the norm."""
+    if isinstance(scale, Norm):
+        return scale.sums, scale.inverses, scale[2:]
+    return scale, None, NO_NORM
+
+
+def _launch_lone(
+    launch: BlockLaunch,
+    matrices: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None],
+    scale: Tensor | None,
+    inverses: Tensor | None,
+    counts: tuple[int, ...],
+    k: int,
+    factors: tuple[Any, ...],
+    norm: tuple[int, float, float, bool],
+) -> None:
+    """Launch `_hopper.lone_kernel` on a, b, c, d and q; ``factors``: α, β and ω."""
+    a, b, c, d, q = matrices
+    pointers = (d if x is None else x for x in (scale, inverses))
+    launch.launch((a, b, *(d if x is None else x for x in (c, d, q))), (*pointers, *counts, k, *factors, *norm[:-1]))
 
 
 def may_overlap(tile: Tile, programs: int, device: torch.device) -> bool:

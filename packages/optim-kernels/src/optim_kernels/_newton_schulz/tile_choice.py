@@ -18,6 +18,7 @@ from optim_kernels._newton_schulz.tiles import (
     Tile,
     fitted,
     general_tile,
+    may_find_norm,
     symmetric_tile,
 )
 
@@ -56,6 +57,12 @@ def takes_pairs(count: int, m: int, dtype: torch.dtype, device: torch.device) ->
     Where they fit into one round, it costs little more than one of the two.
     """
     return choose_tile(dtype, device, lambda sms, hopper: symmetric_tile(m, m, 2 * count, sms, False, hopper)).lone
+
+
+def finds_norm(count: int, m: int, n: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the products X Xᵀ of ``count`` m×n matrices find the norms by which they divide."""
+    tile = choose_tile(dtype, device, lambda sms, hopper: symmetric_tile(m, n, count, sms, True, hopper))
+    return may_find_norm(m, tile)
 
 
 def tile_of_one(a: Tensor, b: Tensor, *, symmetric: bool, shifted: bool = False, exact: bool = False) -> Tile:

@@ -154,6 +154,14 @@ def symmetric_programs(m: int, tile: Tile) -> int:
     return symmetric_tiles(m, tile) - (cdiv(side, 4) if tile.lone and tile.quartered else 0)
 
 
+def may_find_norm(m: int, tile: Tile) -> bool:
+    """Whether a symmetric product of m×m matrices in such tiles may find the norm by which it divides.
+
+    Triton 3.6 compiles no such lone kernel for a single tile.
+    """
+    return tile.lone and symmetric_programs(m, tile) > 1
+
+
 @lru_cache(maxsize=4096)
 def symmetric_tile(
     m: int, k: int, batch: int, num_sms: int, same: bool, hopper: bool = False, shifted: bool = False
