@@ -23,7 +23,7 @@ from optim_utils.param_groups import MatrixView
 
 pytest.importorskip("triton")
 from optim_kernels._newton_schulz import chain as hopper_chain
-from optim_kernels._newton_schulz import product_launches, tile_choice
+from optim_kernels._newton_schulz import tile_choice, triton_products
 from optim_kernels._newton_schulz.iterations import iterate
 from optim_kernels._newton_schulz.tiles import Tile, general_tile, symmetric_tile
 from optim_kernels.functional import _muon_tables as tables_of_a_plan
@@ -61,9 +61,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(tile or general_tile(m, b.shape[-1], k, batch, SMS, True))
         return b
 
-    monkeypatch.setattr(product_launches, "symmetric_product", symmetric)
-    monkeypatch.setattr(product_launches, "general_product", general)
-    monkeypatch.setattr(product_launches, "empty_matrices", lambda *shape, like: like.new_empty(shape))
+    monkeypatch.setattr(triton_products, "symmetric_product", symmetric)
+    monkeypatch.setattr(triton_products, "general_product", general)
+    monkeypatch.setattr(triton_products, "empty_matrices", lambda *shape, like: like.new_empty(shape))
     return found
 
 
@@ -74,7 +74,7 @@ def test_tiles_are_those_of_one_matrix(h200: None, taken: list[Any], shape: tupl
     for tiles, lists in by_tiles.items():
         for count in (1, 3, 400):
             x = torch.empty(count, *shape, dtype=torch.float16, device="meta")
-            iterate([x], NSConfig(), product_launches.TritonProducts(tiles))
+            iterate([x], NSConfig(), triton_products.TritonProducts(tiles))
             lists.append(taken.copy())
             taken.clear()
     one, three, many = by_tiles["shape"]

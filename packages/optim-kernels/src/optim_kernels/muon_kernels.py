@@ -12,9 +12,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from optim_kernels._newton_schulz.copy_engine import as_batch, empty_matrices
-from optim_kernels._newton_schulz.product_launches import TritonProducts, general_product, symmetric_product
+from optim_kernels._newton_schulz.product_launches import general_product, symmetric_product
 from optim_kernels._newton_schulz.product_ops import gram, matmul_add, symmetric_matmul
 from optim_kernels._newton_schulz.tile_choice import has_gluon, num_multiprocessors, portable_tile
+from optim_kernels._newton_schulz.triton_products import TritonProducts
 from optim_kernels.orthogonalization import newton_schulz
 
 __all__ = [

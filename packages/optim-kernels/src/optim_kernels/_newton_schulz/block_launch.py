@@ -12,14 +12,27 @@ from typing import Any
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from optim_kernels._newton_schulz.copy_engine import ALIGNMENT
 from optim_kernels._triton import INTERPRETED, Launch
 
 Block = tuple[int, int]
+# Kept launches of each product.
+NUM_LAUNCHES = 1024
 
 
 def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """``x [batch, M, N]`` in blocks of rows × columns of one matrix, for the copy engine."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, columns])
+
+
+def layout_of(x: Tensor | None) -> tuple[Any, ...] | None:
+    """What a descriptor says of a matrix beside its address."""
+    return None if x is None else (x.shape, x.stride(), x.dtype)
+
+
+def alignment_of(x: Tensor | float | None) -> int | None:
+    """What the compiler may know of the address of a scalar that is passed by its address."""
+    return x.data_ptr() % ALIGNMENT if isinstance(x, Tensor) else None
 
 
 class BlockLaunch(Launch):

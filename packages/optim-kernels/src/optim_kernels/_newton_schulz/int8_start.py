@@ -40,13 +40,12 @@ from torch import Tensor
 
 from optim_kernels._impl import is_interpreted
 from optim_kernels._kernels.int8_rounding import Int8Matrix, add_diagonal, nbytes_of_int8, to_int8
-from optim_kernels._newton_schulz.block_launch import BlockLaunch
+from optim_kernels._newton_schulz.block_launch import BlockLaunch, alignment_of, layout_of
 from optim_kernels._newton_schulz.coefficients import Triple
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.copy_engine import ALIGNMENT, empty_matrices
-from optim_kernels._newton_schulz.product_launches import PANEL, alignment_of, layout_of
 from optim_kernels._newton_schulz.tile_choice import has_gluon, num_multiprocessors
-from optim_kernels._newton_schulz.tiles import PING_PONG_INT8, cdiv, symmetric_tiles
+from optim_kernels._newton_schulz.tiles import PANEL, PING_PONG_INT8, cdiv, symmetric_tiles
 
 # Kept launches of the three products.
 NUM_LAUNCHES = 256

@@ -15,7 +15,7 @@ them is symmetric; only one triangle has to be computed. Rounding makes R drift 
 forms it anew. For n = 4m and five steps the standard iteration takes 65 m³ flops with symmetric halves counted once,
 Gram with a restart after two steps 38 m³; for n = m they tie at 20 m³, and the standard one is more accurate.
 
-Products come from an implementation of `Products`: plain torch, or the Triton kernels of `product_launches`.
+Products come from an implementation of `Products`: plain torch, or the Triton kernels (`triton_products`).
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from optim_kernels._newton_schulz.tiles import (
     may_find_norm,
     symmetric_tile,
 )
+from optim_kernels._triton import can_overlap
 
 
 def choose_tile(
@@ -63,6 +64,18 @@ def finds_norm(count: int, m: int, n: int, dtype: torch.dtype, device: torch.dev
     """Whether the products X Xᵀ of ``count`` m×n matrices find the norms by which they divide."""
     tile = choose_tile(dtype, device, lambda sms, hopper: symmetric_tile(m, n, count, sms, True, hopper))
     return may_find_norm(m, tile)
+
+
+def may_overlap(tile: Tile, programs: int, device: torch.device) -> bool:
+    """Whether the next launch may come to the device before this one's programs end.
+
+    The next launch's first programs come two at a time to free multiprocessors, which would be busy twice as long. So
+    no two may fit on one, or a third of all multiprocessors has to be free.
+    """
+    if not can_overlap(device):
+        return False
+    num_sms = num_multiprocessors(device.index)
+    return programs <= num_sms and (tile.fills_multiprocessor or 3 * programs <= 2 * num_sms)
 
 
 def tile_of_one(a: Tensor, b: Tensor, *, symmetric: bool, shifted: bool = False, exact: bool = False) -> Tile:

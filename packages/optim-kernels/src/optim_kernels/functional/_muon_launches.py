@@ -15,9 +15,8 @@ from optim_kernels._kernels import muon_update as back
 from optim_kernels._newton_schulz.chain_jobs import Ending
 from optim_kernels._newton_schulz.config import NSConfig, Tiles
 from optim_kernels._newton_schulz.iterations import iterate
-from optim_kernels._newton_schulz.product_launches import PANEL
 from optim_kernels._newton_schulz.tile_choice import num_multiprocessors
-from optim_kernels._newton_schulz.tiles import PING_PONG, cdiv
+from optim_kernels._newton_schulz.tiles import PANEL, PING_PONG, cdiv
 from optim_kernels._triton import FUSED, TRITON_DTYPES, can_overlap
 from optim_kernels.functional._muon_chains import StepChain
 from optim_kernels.functional._muon_inputs import StepInputs

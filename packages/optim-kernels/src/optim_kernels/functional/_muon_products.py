@@ -15,7 +15,8 @@ from optim_kernels._newton_schulz.coefficients import Triple
 from optim_kernels._newton_schulz.config import NSConfig, Tiles
 from optim_kernels._newton_schulz.copy_engine import empty_matrices
 from optim_kernels._newton_schulz.int8_start import first_step, starts_in_int8
-from optim_kernels._newton_schulz.product_launches import TritonProducts, general_product, symmetric_product
+from optim_kernels._newton_schulz.product_launches import general_product, symmetric_product
+from optim_kernels._newton_schulz.triton_products import TritonProducts
 from optim_kernels.functional._muon_tables import Batch, Family, MuonTables, num_rectangular
 
 
