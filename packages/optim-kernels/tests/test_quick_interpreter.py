@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton")
 import numpy as np
 import quick_interpreter
+import quick_launches
 from triton.runtime import interpreter
 
 from optim_kernels._triton import tl, triton
@@ -65,7 +66,7 @@ def test_tl_is_left_as_it_was_found() -> None:
 def test_the_same_is_patched(package: Any) -> None:
     before = dict(inspect.getmembers(package))
     found = []
-    for patch in (interpreter._patch_builtin, quick_interpreter._patch_builtins):
+    for patch in (interpreter._patch_builtin, quick_launches._patch_builtin):
         scope = interpreter._LangPatchScope()
         patch(package, interpreter.interpreter_builder, scope)
         patch(package, interpreter.interpreter_builder, scope)  # again, and nothing is left to patch
@@ -74,7 +75,7 @@ def test_the_same_is_patched(package: Any) -> None:
         assert dict(inspect.getmembers(package)) == before
     assert found[0] == found[1]
     # not of those that were found: kernels of earlier tests may have left some patched
-    assert len(quick_interpreter._builtins_of(package)) > 10
+    assert len(quick_launches.builtins_of(package)) > 10
 
 
 @pytest.mark.parametrize("dtype", [tl.int1, tl.bfloat16, tl.float8e5, tl.uint32, tl.pointer_type(tl.int8)], ids=str)
