@@ -1,7 +1,12 @@
 """Matrices that are hard for Newton–Schulz, and how far from fp64 its results may be on them."""
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import Tensor
+
+from optim_kernels import NSConfig, reference
 
 # Relative errors simulated at 256×1024, products rounded and sums in fp32: Gaussian, singular values 1/i, 1/i² and from
 # 1 to 1e-6, rank 8 beside noise of 1e-5. Limits are 1.3×.
@@ -39,6 +44,7 @@ def matrix(spectrum: Tensor, columns: int, seed: int = 0) -> Tensor:
     return u * spectrum @ v.mT
 
 
+@cache
 def hard_matrices(m: int, n: int) -> tuple[Tensor, ...]:
     """Those that ``ERRORS`` is for."""
     generator = torch.Generator().manual_seed(0)
@@ -48,7 +54,8 @@ def hard_matrices(m: int, n: int) -> tuple[Tensor, ...]:
     return gaussian, *spectra, left @ right / 8 + 1e-5 * gaussian
 
 
-def matrices_of_few_rows(m: int, n: int) -> list[Tensor]:
+@cache
+def matrices_of_few_rows(m: int, n: int) -> tuple[Tensor, ...]:
     """Gaussian rows beside zeros, and equal blocks of ones: rounding errors do not average out."""
     generator = torch.Generator().manual_seed(0)
     matrices = []
@@ -56,4 +63,12 @@ def matrices_of_few_rows(m: int, n: int) -> list[Tensor]:
         matrices.append(torch.zeros(m, n).double())
         matrices[-1][:rows] = torch.randn(rows, n, generator=generator)
     blocks = [torch.block_diag(*[torch.ones(m // count, n // count)] * count).double() for count in (1, 2, 4)]
-    return matrices + blocks
+    return *matrices, *blocks
+
+
+@cache
+def with_results(
+    matrices: Callable[[int, int], tuple[Tensor, ...]], m: int, n: int, config: NSConfig
+) -> list[tuple[Tensor, Tensor]]:
+    """Each with what Newton–Schulz makes of it in fp64."""
+    return [(x, reference.newton_schulz(x, config.triples, norm_scale=config.norm_scale)) for x in matrices(m, n)]

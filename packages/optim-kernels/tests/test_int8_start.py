@@ -257,7 +257,7 @@ def matrices_that_round_badly(m: int, n: int) -> list[Tensor]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).double()
 
-    matrices = matrices_of_few_rows(m, n)
+    matrices = [*matrices_of_few_rows(m, n)]
     for count in (1, 2, 3, 4):
         # equal rows, and such rows beside one as large as all of them
         same = normal(count, n)[torch.randint(count, (m,), generator=generator)]

@@ -5,7 +5,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hard_matrices import ERRORS, hard_matrices, matrices_of_few_rows, matrix
+from hard_matrices import ERRORS, hard_matrices, matrices_of_few_rows, matrix, with_results
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_tensors import DEVICE, relative_error
@@ -67,8 +67,8 @@ def test_error_limits_in_16_bits(dtype: torch.dtype, method: str, name: str) -> 
     ways: dict[str, tuple[Any, int]] = {"plain torch": ("torch", 1)}
     if DEVICE == "cuda":
         ways |= {"kernels": ("triton", 1), "many in one launch": ("triton", 48)}
-    for x, limit in zip(hard_matrices(m, n), ERRORS[dtype, method][name], strict=True):
-        expected = reference.newton_schulz(x, config.triples, norm_scale=config.norm_scale)
+    cases = with_results(hard_matrices, m, n, config)
+    for (x, expected), limit in zip(cases, ERRORS[dtype, method][name], strict=True):
         for way, (impl, count) in ways.items():
             batch = x.float().to(DEVICE).expand(count, m, n).contiguous()
             result = newton_schulz(batch, method=method, compute_dtype=dtype, impl=impl, **options)[-1]
@@ -82,8 +82,7 @@ def test_error_limits_in_16_bits(dtype: torch.dtype, method: str, name: str) -> 
 def test_matrices_of_few_rows_do_not_grow(shape: tuple[int, int], dtype: torch.dtype, limit: float, name: str) -> None:
     """Polynomials take what rounding leaves a few per cent too large beyond all bounds."""
     config = NSConfig(coefficients=name, norm_scale=1.02 if name == "polar_express" else 1.0)
-    for x in matrices_of_few_rows(*shape):
-        expected = reference.newton_schulz(x, config.triples, norm_scale=config.norm_scale)
+    for x, expected in with_results(matrices_of_few_rows, *shape, config):
         options: dict[str, Any] = {"coefficients": name, "norm_scale": config.norm_scale, "compute_dtype": dtype}
         for impl in ("torch", "triton") if DEVICE == "cuda" else ("torch",):
             result = newton_schulz(x.float().to(DEVICE), impl=impl, **options)
