@@ -3,20 +3,24 @@
 import gc
 import os
 
+import quick_imports  # noqa: F401 - before what takes long to import
 import torch
 
 # Kernels read this when they are defined, so it is set before any test module imports one.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    # What ranks need is imported once and not by each of them, which takes a tenth of a second for optim_redist and one
-    # for Triton; not where there is a GPU, which no process may touch before it forks.
+    # What ranks need is imported once and not by each of them, which takes a tenth of a second for optim_redist, one
+    # for Triton, and one for the sources of kernels; not where there is a GPU, which no process may touch before it
+    # forks.
     preloaded = [
+        "quick_imports",
         "pytest",
         "hypothesis",
         "optim_utils.testing",
         "optim_kernels.functional.muon_plan",
         *(f"optim_redist.{name}" for name in ("redistribution", "many", "repeated", "verification")),
         "optim_dist",
+        "quick_ranks",
     ]
     os.environ.setdefault("RANKS_PRELOAD", ",".join(preloaded))
 
@@ -53,3 +57,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """What is loaded by now stays: no collection of garbage has to look through it, which took a tenth of a second."""
     gc.freeze()
+    gc.enable()

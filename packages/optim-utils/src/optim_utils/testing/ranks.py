@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 _PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.distributed.tensor", "torch.distributed.checkpoint"]
-# the environment variable with the comma-separated names of more modules to preload; missing modules are skipped
+# the environment variable with the comma-separated names of more modules to preload, first; missing ones are skipped
 PRELOAD_VARIABLE = "RANKS_PRELOAD"
 
 
@@ -65,7 +65,7 @@ def run_ranks(
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     context = get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOAD, *filter(None, os.environ.get(PRELOAD_VARIABLE, "").split(","))])
+    context.set_forkserver_preload([*filter(None, os.environ.get(PRELOAD_VARIABLE, "").split(",")), *_PRELOAD])
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         store = os.path.join(folder, "store")
         made = backend if init_process_group else None
