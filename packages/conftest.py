@@ -3,7 +3,7 @@
 import gc
 import os
 
-import quick_imports  # noqa: F401 - before what takes long to import
+import quick.imports  # noqa: F401 - before what takes long to import
 import torch
 
 # Kernels read this when they are defined, so it is set before any test module imports one.
@@ -13,14 +13,14 @@ if not torch.cuda.is_available():
     # for Triton, and one for the sources of kernels; not where there is a GPU, which no process may touch before it
     # forks.
     preloaded = [
-        "quick_imports",
+        "quick.imports",
         "pytest",
         "hypothesis",
         "optim_utils.testing",
         "optim_kernels.functional.muon_plan",
         *(f"optim_redist.{name}" for name in ("redistribution", "many", "repeated", "verification")),
         "optim_dist",
-        "quick_ranks",
+        "quick.ranks",
     ]
     os.environ.setdefault("RANKS_PRELOAD", ",".join(preloaded))
 
@@ -33,12 +33,12 @@ def _mend_interpreter() -> None:
         from triton.runtime import interpreter
     except ImportError:  # optim-utils and optim-redist need no Triton
         return
-    import quick_interpreter
     import triton
+    from quick.interpreter import install
 
     if triton.__version__.startswith("3.5."):
         interpreter.TensorDescHandle.validate = lambda self: None
-    quick_interpreter.install()
+    install()
 
 
 _mend_interpreter()

@@ -21,11 +21,11 @@ from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW
 from optim_utils.testing import run_ranks
 
 try:
-    import quick_interpreter  # from the folder of all packages; it needs Triton
+    from quick import interpreter  # from the folder of all packages; it needs Triton
 except ImportError:
     pass
 else:
-    quick_interpreter.install()  # as conftest.py does, which ranks do not import
+    interpreter.install()  # as conftest.py does, which ranks do not import
 
 # each backend as a parameter; NCCL needs two devices
 BACKENDS = [

@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 import numpy as np
-import quick_interpreter
-import quick_launches
+from quick import interpreter as quick_interpreter
+from quick import launches as quick_launches
 from triton.runtime import interpreter
 
 from optim_kernels._triton import tl, triton

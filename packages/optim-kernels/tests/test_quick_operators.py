@@ -11,10 +11,10 @@ import torch
 
 pytest.importorskip("triton")
 import numpy as np
-import quick_interpreter
-import quick_launches
-from quick_functions import quick_function, quick_method
-from quick_operators import quick_operator
+from quick import interpreter as quick_interpreter
+from quick import launches as quick_launches
+from quick.functions import quick_function, quick_method
+from quick.operators import quick_operator
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from quick_operators import is_negative_zero, made, type_of
 from triton.runtime import interpreter
+
+from quick.operators import is_negative_zero, made, type_of
 
 __all__ = ["quick_function", "quick_method"]
 

@@ -1,7 +1,7 @@
 """Triton's interpreter without what it does for nothing: the same values by the same operations, in a fifth of time.
 
-It looks for the functions of ``tl`` at every call of a kernel or a device function (``quick_launches``), for the common
-type of what has one type (``quick_operators``, ``quick_functions``), builds a table of 18 dtypes for every number and a
+It looks for the functions of ``tl`` at every call of a kernel or a device function (`launches`), for the common
+type of what has one type (`operators`, `functions`), builds a table of 18 dtypes for every number and a
 shape of its own for every tensor, writes down the type of every argument, takes the upper halves of fp32 apart to make
 bf16 of them, combines elements one at a time where ``tl.reduce`` is given a function, and computes sums and products of
 integers again in 64 bits for an assertion that it makes only under ``debug``, an option that it never sets.
@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
-from quick_launches import install_launches
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+from quick.launches import install_launches
 
 __all__ = ["install"]
 

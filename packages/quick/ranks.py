@@ -6,12 +6,13 @@ Triton's interpreter reads the source of a kernel when it is called first, and i
 import sys
 from importlib import import_module
 
-import quick_interpreter
 from triton.runtime.interpreter import InterpretedFunction
+
+from quick import interpreter
 
 for name in ("optim_kernels.adamw_kernels", "optim_kernels.functional.muon_plan", "triton.experimental.gluon"):
     import_module(name)
-quick_interpreter.install()
+interpreter.install()
 for module in [module for name, module in sys.modules.items() if name.startswith("optim_kernels.")]:
     for value in vars(module).values():
         if isinstance(value, InterpretedFunction):

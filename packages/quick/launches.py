@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 import triton.language as tl
-from quick_functions import quick_function, quick_method
-from quick_operators import quick_operator
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+from quick.functions import quick_function, quick_method
+from quick.operators import quick_operator
 
 __all__ = ["install_launches"]
 
