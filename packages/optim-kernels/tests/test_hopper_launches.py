@@ -1,0 +1,120 @@
+"""What single matrices launch on Hopper, on any machine: kernels are replaced by their formulas, in fp64 on a CPU.
+
+So the order of products, their buffers, scales and arguments are those of a GPU; what kernels compute is tested there.
+"""
+
+import importlib.util
+import json
+
+import pytest
+from compiling_apart import lines_of
+
+triton = pytest.importorskip("triton")
+
+# in a process of its own, for the interpreter that other tests use takes other tiles
+RUN = """
+import json
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+from optim_kernels import NSConfig, reference
+from optim_kernels._newton_schulz import plan, tile_choice
+from optim_kernels._triton import Launch
+
+launched = []
+
+def launch(self, device, arguments):
+    name, names = self._kernel.__name__.removesuffix("_kernel"), [parameter.name for parameter in self._kernel.params]
+    given = dict(zip(names, [*arguments, *self._constants], strict=True))
+    launched.append(name)
+    {"squares": squares, "divisors": divisors, "lone": lone, "general": general}[name](**given)
+
+def squares(g, partials, x, COPIES, **_):
+    partials.view(len(g), -1).zero_()[:, 0] = g.double().square().sum((1, 2))
+    if COPIES:
+        x.copy_(g)
+
+def divisors(partials, inverses, parts, norm_scale, eps, ADD_EPS, **_):
+    norm = norm_scale * partials.view(-1, parts).sum(1).sqrt()
+    norm = norm + eps if ADD_EPS else norm.clamp_min(eps)
+    inverses.copy_(torch.stack([1 / norm, norm**-2]))
+
+def general(a_desc, b_desc, c_desc, d_desc, scale, K, alpha, beta, HAS_C, HAS_SCALE, **_):
+    a, b, d = a_desc.base, b_desc.base, d_desc.base
+    assert K == a.shape[2]
+    wide = alpha * a.double() @ b.double()
+    if HAS_C:
+        wide += beta * c_desc.base.double()
+    if HAS_SCALE:
+        wide *= scale.double()[:, None, None]
+    d.copy_(wide)
+
+def lone(a_desc, b_desc, d_desc, q_desc, scale, inverses, programs, omega, SYMMETRIC, PARTS, **given):
+    a, b, d = a_desc.base, b_desc.base, d_desc.base
+    assert (a is b) == given["SAME"]
+    if PARTS:
+        assert PARTS >= given["parts"] and given["HAS_SCALE"] and programs > 1
+        divisors(scale, inverses, given["parts"], given["norm_scale"], given["eps"], given["ADD_EPS"])
+        scale = inverses[1]
+    if SYMMETRIC:
+        b_desc = SimpleNamespace(base=b.repeat(len(a) // len(b), 1, 1).mT)
+    general(a_desc, b_desc, d_desc=d_desc, scale=scale, **given)
+    if SYMMETRIC:
+        d.copy_(d.tril() + d.tril(-1).mT)
+    if given["HAS_Q"]:
+        q_desc.base.copy_(d.double() + omega * torch.eye(len(d[0])))
+
+for case in sys.argv[1:]:
+    num_sms, shape, options = json.loads(case)
+    config = NSConfig(dtype=torch.float16, **options)
+    x = torch.randn(shape).half() * 30
+    expected = reference.newton_schulz(x.double(), config.triples, eps=config.eps, eps_mode=config.eps_mode)
+    launched.clear()
+    with (
+        mock.patch.object(tile_choice, "has_gluon", return_value=True),
+        mock.patch.object(tile_choice, "num_multiprocessors", return_value=num_sms),
+        mock.patch.object(tile_choice, "shared_bytes", return_value=232_448),
+        mock.patch.object(Launch, "_first", launch),
+    ):
+        result = plan.plan_for(x, config)(x).double()
+    print(json.dumps([float((result - expected).norm() / expected.norm()), launched]))
+"""
+# multiprocessors, shape, options; launches of the start, and of products
+CASES = [
+    (132, [256, 1024], {}, 1, 17),
+    (132, [1024, 256], {}, 1, 17),
+    (132, [2, 300, 520], {"eps_mode": "add"}, 1, 17),
+    (132, [256, 1024], {"restarts": [], "method": "gram"}, 1, 18),
+    # halves of tiles; of two products in one launch, which 20 multiprocessors have no room for
+    (24, [384, 600], {}, 1, 17),
+    (20, [384, 600], {}, 1, 18),
+    (132, [2, 200, 200], {}, 1, 15),
+    # one tile, whose norm is found by a launch
+    (132, [60, 90], {}, 2, 15),
+    # read across its rows, so copied
+    (132, [3, 264, 101], {"steps": 3}, 1, 9),
+]
+
+
+@pytest.fixture(scope="module")
+def found() -> list[tuple[float, list[str]]]:
+    """Of every case the error and the kernels launched."""
+    return lines_of(RUN, *(json.dumps(case[:3]) for case in CASES), count=len(CASES))
+
+
+@pytest.mark.skipif(
+    tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6)
+    or importlib.util.find_spec("triton.experimental.gluon") is None,
+    reason="needs Gluon of Triton 3.6",
+)
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{shape} {options}" for _, shape, options, *_ in CASES])
+def test_launches_on_hopper_compute_the_reference(number: int, found: list[tuple[float, list[str]]]) -> None:
+    error, launched = found[number]
+    assert error <= 4e-3
+    *_, of_start, of_products = CASES[number]
+    assert launched[:of_start] == ["squares", "divisors"][:of_start]
+    assert len(launched) == of_start + of_products
+    assert set(launched[of_start:]) <= {"lone", "general"}
