@@ -1,8 +1,10 @@
-"""Launches of the products' kernels for Hopper (`_hopper`, whose Gluon is imported when one is needed).
+"""Launches of the products' kernels for Hopper.
 
-lone         a tile for each multiprocessor: symmetric and general products
-wide         tiles of 128×256, which two consumers share: A Aᵀ and general products
-ping-pong    tiles of 128×128, between which consumers take turns: symmetric and general products
+    lone         a tile for each multiprocessor: symmetric and general products
+    wide         tiles of 128×256, which two consumers share: A Aᵀ and general products
+    ping-pong    tiles of 128×128, between which consumers take turns: symmetric and general products
+
+The kernels are in `_hopper`, whose Gluon is imported when one is needed.
 """
 
 from __future__ import annotations
