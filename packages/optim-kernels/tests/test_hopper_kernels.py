@@ -70,10 +70,11 @@ def compiled(kind):
         tall, broad = blocks.get(kind.split()[1], (2, 2 if symmetric else 4))
         square = symmetric and tall == broad
         constants |= dict(SYMMETRIC=symmetric, SAME=square, HAS_Q=symmetric, BANDED=square, OVERLAP=True)
+        constants |= dict(AHEAD=symmetric and not square, LATE=symmetric and not square)
         finds_norm = symmetric and kind != "symmetric lone"
         types |= {"scale": "*fp64"} if finds_norm else {}
         constants |= dict(PARTS=1024 if finds_norm else 0, ADD_EPS=False)
-        constants |= dict(STAGES=5 if tall == 3 else 4, TALL=tall, BROAD=broad, EARLY=symmetric)
+        constants |= dict(STAGES=5 if tall == 3 else 4, TALL=tall, BROAD=broad, EARLY=square)
     elif wide:
         constants |= dict(SYMMETRIC=symmetric, STAGES=3)
     elif "int8" in kind:

@@ -21,16 +21,24 @@ from unittest import mock
 import torch
 
 from optim_kernels import NSConfig, reference
-from optim_kernels._newton_schulz import plan, tile_choice
+from optim_kernels._newton_schulz import plan, product_launches, tile_choice
 from optim_kernels._triton import Launch
 
 launched = []
+# what the launch before has written, and whether the next one starts only when all before that one is complete
+before = SimpleNamespace(written=set(), late=False)
 
 def launch(self, device, arguments):
     name, names = self._kernel.__name__.removesuffix("_kernel"), [parameter.name for parameter in self._kernel.params]
     given = dict(zip(names, [*arguments, *self._constants], strict=True))
-    launched.append(name)
+    ahead = given.get("AHEAD", False)
+    launched.append((name, ahead))
+    if ahead:
+        assert before.late and before.written.isdisjoint(each.data_ptr() for each in given["a_desc"].base)
     {"squares": squares, "divisors": divisors, "lone": lone, "general": general}[name](**given)
+    results = [given[each].base for each in ("d_desc", "q_desc") if each in given]
+    before.written = {each.data_ptr() for result in results for each in result}
+    before.late = given.get("LATE", name == "general")
 
 def squares(g, partials, x, COPIES, **_):
     partials.view(len(g), -1).zero_()[:, 0] = g.double().square().sum((1, 2))
@@ -73,35 +81,40 @@ for case in sys.argv[1:]:
     x = torch.randn(shape).half() * 30
     expected = reference.newton_schulz(x.double(), config.triples, eps=config.eps, eps_mode=config.eps_mode)
     launched.clear()
+    before.late = False
+    # kept for one number of multiprocessors
+    for kept in (product_launches._symmetric_launch, product_launches._general_launch):
+        kept.cache_clear()
     with (
         mock.patch.object(tile_choice, "has_gluon", return_value=True),
         mock.patch.object(tile_choice, "num_multiprocessors", return_value=num_sms),
         mock.patch.object(tile_choice, "shared_bytes", return_value=232_448),
+        mock.patch.object(tile_choice, "can_overlap", return_value=True),
         mock.patch.object(Launch, "_first", launch),
     ):
         result = plan.plan_for(x, config)(x).double()
     print(json.dumps([float((result - expected).norm() / expected.norm()), launched]))
 """
-# multiprocessors, shape, options; launches of the start, and of products
+# multiprocessors, shape, options; launches of the start, of products, and of these those that read ahead
 CASES = [
-    (132, [256, 1024], {}, 1, 17),
-    (132, [1024, 256], {}, 1, 17),
-    (132, [2, 300, 520], {"eps_mode": "add"}, 1, 17),
-    (132, [256, 1024], {"restarts": [], "method": "gram"}, 1, 18),
+    (132, [256, 1024], {}, 1, 17, 8),
+    (132, [1024, 256], {}, 1, 17, 8),
+    (132, [2, 300, 520], {"eps_mode": "add"}, 1, 17, 8),
+    (132, [256, 1024], {"restarts": [], "method": "gram"}, 1, 18, 11),
     # halves of tiles; of two products in one launch, which 20 multiprocessors have no room for
-    (24, [384, 600], {}, 1, 17),
-    (20, [384, 600], {}, 1, 18),
-    (132, [2, 200, 200], {}, 1, 15),
+    (24, [384, 600], {}, 1, 17, 0),
+    (20, [384, 600], {}, 1, 18, 9),
+    (132, [2, 200, 200], {}, 1, 15, 0),
     # one tile, whose norm is found by a launch
-    (132, [60, 90], {}, 2, 15),
+    (132, [60, 90], {}, 2, 15, 0),
     # read across its rows, so copied
-    (132, [3, 264, 101], {"steps": 3}, 1, 9),
+    (132, [3, 264, 101], {"steps": 3}, 1, 9, 0),
 ]
 
 
 @pytest.fixture(scope="module")
-def found() -> list[tuple[float, list[str]]]:
-    """Of every case the error and the kernels launched."""
+def found() -> list[tuple[float, list[tuple[str, bool]]]]:
+    """Of every case the error and the kernels launched, and whether they read ahead."""
     return lines_of(RUN, *(json.dumps(case[:3]) for case in CASES), count=len(CASES))
 
 
@@ -111,10 +124,15 @@ def found() -> list[tuple[float, list[str]]]:
     reason="needs Gluon of Triton 3.6",
 )
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{shape} {options}" for _, shape, options, *_ in CASES])
-def test_launches_on_hopper_compute_the_reference(number: int, found: list[tuple[float, list[str]]]) -> None:
+def test_launches_on_hopper_compute_the_reference(
+    number: int, found: list[tuple[float, list[tuple[str, bool]]]]
+) -> None:
+    """And none reads ahead what the launch before has written."""
     error, launched = found[number]
+    names, ahead = zip(*launched, strict=True)
     assert error <= 4e-3
-    *_, of_start, of_products = CASES[number]
-    assert launched[:of_start] == ["squares", "divisors"][:of_start]
+    *_, of_start, of_products, of_ahead = CASES[number]
+    assert list(names[:of_start]) == ["squares", "divisors"][:of_start]
     assert len(launched) == of_start + of_products
-    assert set(launched[of_start:]) <= {"lone", "general"}
+    assert set(names[of_start:]) <= {"lone", "general"}
+    assert sum(ahead) == of_ahead

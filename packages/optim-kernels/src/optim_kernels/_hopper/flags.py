@@ -70,6 +70,8 @@ class LoneFlags(NamedTuple):
     banded: Any
     parts: Any
     adds_eps: Any
+    ahead: Any
+    late: Any
     group: Any
     stages: Any
     tall: Any

@@ -16,8 +16,10 @@ blocks a step. Nothing hides the end of a tile, so it is kept short: C comes as 
 leave from slots that have been read, so no buffers of their own take room from the ring. With OVERLAP a program of the
 next launch waits for any free multiprocessor, not for all: two programs never share one, as the ring takes more than
 half of its memory. With EARLY, where only the scale comes from the launch before, a program even multiplies before the
-scale is there. With PARTS the scale is 1/N², which a program finds when its sums are done, from squares of parts of the
-matrix (`_kernels.normalize`): a launch for that in between would take longer.
+scale is there. With AHEAD, where A is older than the launch before, it copies as much of A as the ring has room for
+while that one still runs. That one must be LATE: it lets the next start when its own wait is over, so that whatever
+came before it is complete. With PARTS the scale is 1/N², which a program finds when its sums are done, from squares of
+parts of the matrix (`_kernels.normalize`): a launch for that in between would take longer.
 
 Tiles on the diagonal need less work, and where every program counts (BANDED, for A Aᵀ alone) they are combined:
 
@@ -114,40 +116,80 @@ def _load(desc, where, NUM: gl.constexpr, DOWN: gl.constexpr, ready, blocks, fir
 
 
 @gluon.jit
+def _load_a(descs, ring, where, step, first, flags: gl.constexpr):
+    """Request A's blocks of the step along K that begins at ``first``."""
+    slot = step % flags.stages
+    for i in gl.static_range(flags.deep):
+        place = (where[0], where[1], first + i * SIDE)
+        number = flags.deep * flags.tall * slot + i
+        _load(descs[0], place, flags.tall, True, ring[2].index(slot), ring[0], number)
+
+
+@gluon.jit
+def _load_b(descs, ring, where, step, first, flags: gl.constexpr):
+    """Request B's blocks of the step along K that begins at ``first``."""
+    slot = step % flags.stages
+    batch = where[0] % descs[1].shape[0] if flags.symmetric and not flags.same else where[0]
+    for i in gl.static_range(flags.deep):
+        k = first + i * SIDE
+        number = flags.broad * (flags.deep * slot + i)
+        if flags.symmetric:
+            _load(descs[1], (batch, where[2], k), flags.broad, True, ring[2].index(slot), ring[1], number)
+        else:
+            _load(descs[1], (batch, k, where[2]), flags.broad, False, ring[2].index(slot), ring[1], number)
+
+
+@gluon.jit
+def _fill_ahead(descs, ring, where, K, flags: gl.constexpr):
+    """Fill the ring, with A before the launch before is complete; return how many steps along K are in it."""
+    SIZE: gl.constexpr = descs[0].block_type.nbytes
+    DEPTH: gl.constexpr = flags.deep * SIDE
+    steps = gl.minimum((K + DEPTH - 1) // DEPTH, flags.stages)
+    for step in range(steps):
+        mbarrier.expect(ring[2].index(step), flags.deep * (flags.tall + flags.broad) * SIZE)
+        _load_a(descs, ring, where, step, step * DEPTH, flags)
+    wait_for_previous(K)
+    for step in range(steps):
+        _load_b(descs, ring, where, step, step * DEPTH, flags)
+    return steps
+
+
+@gluon.jit
 def _produce(descs, ring, schedule, flags: gl.constexpr):
-    a_desc, b_desc = descs[0], descs[1]
-    a_blocks, b_blocks, all_ready, _empty = ring
+    a_desc = descs[0]
+    b_blocks, all_ready = ring[1], ring[2]
     SIZE: gl.constexpr = a_desc.block_type.nbytes
+    DEPTH: gl.constexpr = flags.deep * SIDE
     K = schedule[3]
-    batch, row, column, quarter, other_row, other_column = _place(schedule, flags)
-    b_batch = batch % b_desc.shape[0] if flags.symmetric and not flags.same else batch
-    if flags.overlap and not flags.early:
-        wait_for_previous(K)
+    where = _place(schedule, flags)
+    batch, row, column, quarter, other_row, other_column = where
     step = 0
-    for first in range(0, K, flags.deep * SIDE):
+    if flags.ahead:
+        step = _fill_ahead(descs, ring, where, K, flags)
+    elif flags.overlap and not flags.early:
+        wait_for_previous(K)
+    for first in range(step * DEPTH, K, DEPTH):
         slot = step % flags.stages
         ready = all_ready.index(slot)
         await_free(ring, step, flags.stages)
         if not flags.symmetric or flags.halved or not flags.same or row != column:
             mbarrier.expect(ready, flags.deep * (flags.tall + flags.broad) * SIZE)
-        elif not flags.banded:
-            mbarrier.expect(ready, 2 * SIZE)
-        elif quarter == 1 or flags.tall == 1:
-            mbarrier.expect(ready, 4 * SIZE)
+            _load_a(descs, ring, where, step, first, flags)
+            _load_b(descs, ring, where, step, first, flags)
         else:
-            mbarrier.expect(ready, 3 * SIZE)
-        for i in gl.static_range(flags.deep):
-            k = first + i * SIDE
-            _load(a_desc, (batch, row, k), flags.tall, True, ready, a_blocks, flags.deep * flags.tall * slot + i)
-            b_place = flags.broad * (flags.deep * slot + i)
-            if not flags.symmetric:
-                _load(b_desc, (batch, k, column), flags.broad, False, ready, b_blocks, b_place)
-            elif flags.halved or not flags.same or row != column:
-                _load(b_desc, (b_batch, column, k), flags.broad, True, ready, b_blocks, b_place)
-            elif flags.banded:
-                _load(a_desc, (batch, other_row, k), 1, True, ready, b_blocks, 2 * slot + i)
-                if quarter == 1:
-                    _load(a_desc, (batch, other_column, k), 1, True, ready, b_blocks, 2 * slot + 1)
+            if not flags.banded:
+                mbarrier.expect(ready, 2 * SIZE)
+            elif quarter == 1 or flags.tall == 1:
+                mbarrier.expect(ready, 4 * SIZE)
+            else:
+                mbarrier.expect(ready, 3 * SIZE)
+            _load_a(descs, ring, where, step, first, flags)
+            if flags.banded:
+                for i in gl.static_range(flags.deep):
+                    k = first + i * SIDE
+                    _load(a_desc, (batch, other_row, k), 1, True, ready, b_blocks, 2 * slot + i)
+                    if quarter == 1:
+                        _load(a_desc, (batch, other_column, k), 1, True, ready, b_blocks, 2 * slot + 1)
         step += 1
     _produce_c(descs[2], ring, step, (batch, row, column, other_row, other_column), flags)
 
@@ -192,6 +234,8 @@ def _consume(ME: gl.constexpr, descs, ring, schedule, numbers, flags: gl.constex
     # more where it ends, and the compiler makes every product wait for the one before
     gl.assume(K > 0)
     if flags.overlap and ME == 0:
+        if flags.late:
+            wait_for_previous(K)
         let_next_start(K)
     where = _place(schedule, flags)
     if flags.halved:
@@ -237,6 +281,8 @@ def lone_kernel(
     BANDED: gl.constexpr,
     PARTS: gl.constexpr,
     ADD_EPS: gl.constexpr,
+    AHEAD: gl.constexpr,
+    LATE: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
     TALL: gl.constexpr,
@@ -249,7 +295,22 @@ def lone_kernel(
     With PARTS, at least as many as ``parts``, ``scale`` is their squares, and 1/N and 1/N² are left in ``inverses``.
     """
     flags: gl.constexpr = lone_flags(
-        SYMMETRIC, SAME, HAS_C, HAS_Q, HAS_SCALE, BANDED, PARTS, ADD_EPS, GROUP, STAGES, TALL, BROAD, OVERLAP, EARLY
+        SYMMETRIC,
+        SAME,
+        HAS_C,
+        HAS_Q,
+        HAS_SCALE,
+        BANDED,
+        PARTS,
+        ADD_EPS,
+        AHEAD,
+        LATE,
+        GROUP,
+        STAGES,
+        TALL,
+        BROAD,
+        OVERLAP,
+        EARLY,
     )
     a_blocks = blocks_of(a_desc, flags.deep * TALL * STAGES)
     b_blocks = blocks_of(b_desc, flags.deep * BROAD * STAGES)
@@ -295,7 +356,7 @@ def lone_launch(
 ) -> BlockLaunch:
     """A launch for matrices of 16 bits.
 
-    ``flags``: from SYMMETRIC to ADD_EPS; ``panel``: rows of tiles that share a column's
+    ``flags``: from SYMMETRIC to LATE; ``panel``: rows of tiles that share a column's
     operand in L2; ``early``: what still runs when this launch starts makes nothing but the scale.
     """
     side: int = SIDE.value

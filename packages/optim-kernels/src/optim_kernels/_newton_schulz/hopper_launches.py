@@ -17,14 +17,15 @@ from torch import Tensor
 
 from optim_kernels._kernels.normalize import Norm
 from optim_kernels._newton_schulz.block_launch import NUM_LAUNCHES, BlockLaunch, alignment_of, layout_of
-from optim_kernels._newton_schulz.tile_choice import may_overlap, num_multiprocessors
+from optim_kernels._newton_schulz.tile_choice import may_copy_ahead, may_overlap, num_multiprocessors
 from optim_kernels._newton_schulz.tiles import PANEL, WIDE, WIDE_LENGTH, Tile, cdiv, symmetric_tiles
 
 
 class LoneProduct(NamedTuple):
     """Which product a launch of `_hopper.lone_kernel` computes: the kernel's first compile-time arguments.
 
-    ``parts``: of a matrix, whose squares give its scale; a power of two, 0 where the scale is given.
+    ``parts``: of a matrix, whose squares give its scale; a power of two, 0 where the scale is given. ``ahead``: a is
+    copied before the launch before is complete; ``late``: the next launch does that.
     """
 
     symmetric: bool = False
@@ -35,6 +36,8 @@ class LoneProduct(NamedTuple):
     banded: bool = False
     parts: int = 0
     adds_eps: bool = False
+    ahead: bool = False
+    late: bool = False
 
 
 def lone_launch(
@@ -44,6 +47,8 @@ def lone_launch(
     from optim_kernels._hopper import lone_kernel
 
     overlap = may_overlap(tile, programs, device)
+    if flags.ahead and not (overlap and may_copy_ahead(programs, device)):
+        flags = flags._replace(ahead=False)
     return lone_kernel.lone_launch(tile, programs, flags, panel=PANEL, overlap=overlap, early=early)
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch import Tensor
 from optim_kernels._kernels.normalize import Norm, Start, apply_row_factors, size_of_room
 from optim_kernels._newton_schulz.buffers import Buffers
 from optim_kernels._newton_schulz.chain import BatchPlan, takes_chain
-from optim_kernels._newton_schulz.chain_jobs import Kind, Scale, jobs_of
+from optim_kernels._newton_schulz.chain_jobs import Job, Kind, Scale, jobs_of
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.copy_engine import ALIGNMENT, is_readable
 from optim_kernels._newton_schulz.int8_start import first_step, starts_in_int8
@@ -78,6 +79,7 @@ class Plan:
         self._batch, self._shape, self._dtype, self._compute_dtype = g.shape, shape, g.dtype, dtype
         count, m, n = g.shape
         self._jobs = jobs_of(config, m, n, in_pairs=takes_pairs(count, m, dtype, g.device))
+        self._ahead = _reads_ahead(self._jobs)
         self._config = config
         self._starts_in_int8 = starts_in_int8(m, n, config, g.device)
         is_direct = self._starts_in_int8 or not g.is_cuda or config.steps == 0
@@ -178,9 +180,10 @@ class Plan:
                 assert c is not None
                 a, c, d = map(Buffers.twice, (a, c, d))
             early = is_ready and number == 0
+            ahead, late = self._ahead[number : number + 2]
             given = norm if number == 0 and isinstance(norm, Norm) else scale
-            more: dict[str, Any] = {"shifted": q, "scale": given, "early": early, "exact": job.exact}
-            symmetric_product(a, b, c=c, alpha=job.alpha, beta=job.beta, out=d, **more)
+            more: dict[str, Any] = {"shifted": q, "scale": given, "early": early, "ahead": ahead, "late": late}
+            symmetric_product(a, b, c=c, alpha=job.alpha, beta=job.beta, out=d, exact=job.exact, **more)
             if number == 0 and self._config.row_factors:
                 apply_row_factors(a, d)
 
@@ -196,3 +199,16 @@ class Plan:
             finally:
                 graph.capture_end()
         return graph
+
+
+def _reads_ahead(jobs: Sequence[Job]) -> list[bool]:
+    """Whether the job before has not written a job's first operand, of two square ones; and ``False`` for the end.
+
+    Not for the second job: the first may have begun before what came before it was complete.
+    """
+    found = [False, False]
+    for before, job in pairwise(jobs[1:]):
+        written = set() if before.kind is Kind.RECTANGLE else {before.d, before.d + before.twice, before.q}
+        has_two = job.kind is Kind.SQUARE and job.a != job.b
+        found.append(has_two and written.isdisjoint({job.a, job.a + job.twice}))
+    return [*found[: len(jobs)], False]

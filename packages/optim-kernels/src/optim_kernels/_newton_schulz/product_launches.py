@@ -54,15 +54,18 @@ def symmetric_product(
     scale: Tensor | Norm | None = None,
     tile: Tile | None = None,
     early: bool = False,
+    ahead: bool = False,
+    late: bool = False,
     exact: bool = False,
 ) -> Tensor:
     """``alpha a bᵀ + beta c``, symmetric by contract, for ``a, b [batch, M, K]``.
 
     ``alpha`` and ``beta`` may be fp32 tensors of one element where `portable_tile` chooses the tile. ``shifted = (q,
     omega)`` also writes the result plus ``omega I`` into q. ``scale [batch]`` (fp32, on the device) multiplies each
-    matrix before it is rounded. ``early``: whatever of the launch before is still running makes nothing but ``scale``,
-    and no other launch still uses ``out``; so some kernels start beside it. ``exact``: fp32 matrices are summed in fp64
-    where the device multiplies fp64 fast.
+    matrix before it is rounded. ``exact``: fp32 matrices are summed in fp64 where the device multiplies fp64 fast.
+
+    Some kernels overlap with the launch before. ``early``: what is still running of it makes nothing but ``scale``, and
+    no other launch still uses ``out``. ``ahead``: it was ``late``, and has not written a, which is not b.
 
     Lone tiles take a shorter batch b, too, which is repeated, and (`may_find_norm`) as ``scale`` a `Norm`: they find
     1/N² in it, by which they multiply, and leave it there with 1/N.
@@ -77,7 +80,7 @@ def symmetric_product(
     factors = _factors(alpha, beta, out)
     given, *norm = (scale.sums, scale.parts, scale.adds_eps) if isinstance(scale, Norm) else (scale, 0, False)
     key = (same, *map(layout_of, (a, b, c, out, q)), *map(alignment_of, (given, *factors)), *norm)
-    tile, launch, counts = _symmetric_launch(key, a.dtype, tile, a.device, early, exact)
+    tile, launch, counts = _symmetric_launch(key, a.dtype, tile, a.device, early, ahead, late, exact)
     if tile.on_hopper:
         _check_numbers(tile, factors)
     if launch is None:
@@ -106,13 +109,22 @@ def symmetric_product(
 
 @lru_cache(maxsize=NUM_LAUNCHES)
 def _symmetric_launch(
-    key: tuple[Any, ...], dtype: torch.dtype, given: Tile | None, device: torch.device, early: bool, exact: bool
+    key: tuple[Any, ...],
+    dtype: torch.dtype,
+    given: Tile | None,
+    device: torch.device,
+    early: bool,
+    ahead: bool,
+    late: bool,
+    exact: bool,
 ) -> tuple[Tile, BlockLaunch | None, tuple[int, ...]]:
     """The tile; its launch, unless the kernel is persistent; the numbers of tiles to pass to the launch."""
     same, ((batch, m, k), *_), ((num_b, *_), *_), c, _, q, scale, alpha, _, parts, adds_eps = key
     tile = given or choose_tile(
         dtype, device, lambda sms, hopper: symmetric_tile(m, k, batch, sms, same, hopper, q is not None), exact
     )
+    if same and ahead:
+        raise ValueError("ahead is for two operands, got x xᵀ")
     if not same and (tile.joined or (tile.lone and tile.quartered)):
         raise ValueError(f"{tile} is for x xᵀ alone, got two operands; leave the tile to the shape")
     if num_b != batch and (not tile.lone or batch % num_b):
@@ -133,6 +145,8 @@ def _symmetric_launch(
             # the fewest for which there are threads
             parts=max(128, triton.next_power_of_2(parts)) if parts else 0,
             adds_eps=adds_eps,
+            ahead=ahead,
+            late=late,
         )
         launch = lone_launch(tile, batch * tiles, lone_flags, device, early)
         return tile, launch, (tiles, cdiv(m, tile.side), 0)
