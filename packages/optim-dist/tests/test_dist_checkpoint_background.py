@@ -422,6 +422,7 @@ import torch._dynamo  # for the first optimizer
 from optim_dist import TritonDistAdamW, checkpoint
 from optim_dist._checkpoint import manifest
 
+os.chdir(sys.argv[1])
 for end in ("", "sys.exit(3)", "raise ValueError"):
     if not (process := os.fork()):
         break
@@ -443,7 +444,9 @@ exec(end)
 @pytest.mark.slow
 def test_the_interpreter_waits_before_it_exits(tmp_path):
     """Also where a path is relative to a directory that the process has left."""
-    found = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, check=False)
+    # started where the tests are, as packages that are not installed may be found from there alone
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.stdout.split() == ["0", "3", "1"], found.stderr
     for end in ("none", "sys.exit", "raise ValueError"):
         assert sorted(os.listdir(tmp_path / end)) == ["latest", "x"]
