@@ -13,5 +13,5 @@ What is where:
     state_part interchange consolidation      for torch's checkpoint functions, on one rank,
     moved_state followed_masters              under another plan, beside parameters that others write
     explain remarks                           what is said about all of it
-    gradient_dtype planned_views              the rest
+    gradient_dtype planned_views places       the rest
 """

@@ -5,6 +5,7 @@ What is where:
     base group_clipping private_state         what all classes share
     stepping explaining                       what surrounds the update in a step, and what is said of it
     inference                                 calls under ``torch.inference_mode()``
+    fitting                                   whether gradient and state still belong to their parameter
     kinds plain_options                       groups of both kinds, and as a state dict holds them
     storage followed_writes                   dtypes of parameters, masters, step counts; masters that follow writes
     adamw_options adamw_state adamw_codes     AdamW's options, states and their 8-bit codes
