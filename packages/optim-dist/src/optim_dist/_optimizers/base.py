@@ -50,8 +50,9 @@ class DistOptimizer(StatefulOptimizer):
     """A ``torch.optim.Optimizer`` whose step runs over the ranks of a process group.
 
     Beside torch's methods users have ``clip_grad_norm_``, ``no_sync``, ``wait``, ``prefetch``, ``explain``,
-    ``rebuild_plan``, ``close``, ``full_state_dict``, ``load_full_state_dict`` and ``consolidate_state_dict``. Other
-    names belong to this package.
+    ``rebuild_plan``, ``close``, ``full_state_dict``, ``load_full_state_dict`` and ``consolidate_state_dict``, and the
+    attributes ``plan`` and ``grad_norm``: the norm before the latest clipping, None if there was none. Other names
+    belong to this package.
 
     Subclasses say which route a group takes (``_route_name``) and give a ``Route`` for each name (``_routes``).
     """
