@@ -1,6 +1,7 @@
 """Imports after this one take a sixth less time, for none of what they load is looked through for garbage.
 
-``conftest.py`` imports it first, until all tests are collected, and so does the process that ranks start from.
+``conftest.py`` imports it first, and lets garbage be collected again once all tests are. The process that ranks start
+from imports it first, too.
 """
 
 import gc

@@ -48,7 +48,8 @@ def run_ranks(
     """The results of ``function(rank, world_size, *args)`` on each rank, in rank order.
 
     Every rank has one thread, an initialised process group (and, for ``backend="nccl"``, its own CUDA device) and
-    ``timeout`` seconds. Results travel through ``torch.save``, so tensors come back as copies.
+    ``timeout`` seconds. Results travel through ``torch.save``, so tensors come back as copies. At the first launch of a
+    process the variable ``RANKS_PRELOAD`` may name modules, separated by commas, that ranks find imported.
 
     Args:
         environment: variables that are set in every rank before ``function`` runs.
