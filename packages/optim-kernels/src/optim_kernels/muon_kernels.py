@@ -38,7 +38,7 @@ __all__ = [
 
 
 def zeropower_via_newtonschulz5(G: Tensor, steps: int = 5) -> Tensor:
-    """Keller Jordan's function: Newton–Schulz with his coefficients, in bf16."""
+    """Keller Jordan's function: Newton–Schulz with his coefficients, on bf16 matrices; the result is bf16."""
     return newton_schulz(G.bfloat16(), steps, eps_mode="add")
 
 
