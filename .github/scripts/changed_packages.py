@@ -2,7 +2,8 @@
 
     python .github/scripts/changed_packages.py BASE
 
-A change outside ``packages/`` (tool settings, the noxfile, a workflow) touches them all; documents touch none.
+A change outside of their folders (tool settings, the noxfile, a workflow, what all tests share) touches them all, but
+documents and benchmarks there touch none.
 """
 
 from __future__ import annotations
