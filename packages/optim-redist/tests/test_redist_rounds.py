@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import time
+from itertools import pairwise
 from math import prod
 from typing import Any, cast
 
@@ -28,7 +30,7 @@ from optim_redist import (
     simulate,
     verify,
 )
-from optim_redist._methods.chunked import fullest_round, in_rounds, parts_of_grid
+from optim_redist._methods.chunked import RoundSizes, fullest_round, in_rounds, parts_of_grid, points_of
 from optim_redist._methods.direct import direct_phases
 from optim_redist._methods.exchanges import DirectExchange, Exchange, relayed
 from optim_redist._methods.relay import relay_phases
@@ -332,6 +334,19 @@ def test_rounds_together_are_the_phase() -> None:
                 assert count == sum(part.sent().get(rank, 0) for part in parts)
             for rank, count in phase.received().items():
                 assert count == sum(part.received().get(rank, 0) for part in parts)
+
+
+@pytest.mark.parametrize("num_rounds", [1, 2, 7, 40])
+def test_sizes_of_all_rounds_are_added_at_once(num_rounds: int) -> None:
+    sizes_of, rng = RoundSizes(num_rounds), random.Random(num_rounds)
+    total, wanted = 0, [0] * num_rounds
+    for _ in range(300):
+        # more elements than 64 bits count
+        unit, steps, shift = rng.choice([1, 3, 2**64 + 1]), rng.choice([1, 5, 80, 10**15]), rng.randrange(num_rounds)
+        points = points_of(unit, steps, num_rounds, shift)
+        total += sizes_of(unit, steps, shift)
+        wanted = [count + stop - start for count, (start, stop) in zip(wanted, pairwise(points))]
+        assert sizes_of.largest(total) == max(wanted)
 
 
 @pytest.mark.slow

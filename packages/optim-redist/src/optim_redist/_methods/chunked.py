@@ -12,7 +12,9 @@ rounds go through in row-major order.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from itertools import pairwise
 from math import prod
 
@@ -57,19 +59,65 @@ def _rounds_of_values(phase: Phase, num_rounds: int, numbers: Sequence[int]) -> 
 
 def fullest_round(problem: Problem, phase: Phase, num_rounds: int) -> dict[int, int]:
     """For every rank, the most elements that it sends and receives in any one round; boxes are not cut for this."""
-    sizes_of = _sizes_of_reduction(problem, num_rounds) if problem.num_contributions > 1 else None
-    totals: dict[int, list[int]] = {}
+    if problem.num_contributions > 1:
+        return _fullest_of_reduction(problem, phase, num_rounds)
+    sizes_of, totals = RoundSizes(num_rounds), defaultdict[int, int](int)
     for number, transfer in enumerate(phase.transfers):
         if transfer.sender != transfer.receiver:
-            if sizes_of is not None:
-                parts = sizes_of(transfer)
-            else:
-                points = _points(transfer.box, num_rounds, number % num_rounds)
-                parts = [stop - start for start, stop in pairwise(points)]
+            steps = steps_of([size(indices) for indices in transfer.box], num_rounds)
+            sizes = sizes_of(*steps, number % num_rounds)
+            totals[transfer.sender] += sizes
+            totals[transfer.receiver] += sizes
+    return {rank: sizes_of.largest(total) for rank, total in totals.items()}
+
+
+def _fullest_of_reduction(problem: Problem, phase: Phase, num_rounds: int) -> dict[int, int]:
+    sizes_of = _sizes_of_reduction(problem, num_rounds)
+    totals: dict[int, list[int]] = {}
+    for transfer in phase.transfers:
+        if transfer.sender != transfer.receiver:
+            parts = sizes_of(transfer)
             for rank in (transfer.sender, transfer.receiver):
                 total = totals.get(rank)
                 totals[rank] = parts if total is None else list(map(int.__add__, total, parts))
     return {rank: max(total) for rank, total in totals.items()}
+
+
+class RoundSizes:
+    """How many elements of a box are in each of n rounds, in one integer: to add such integers is to add every round.
+
+    With r = steps mod n, the parts that ``points_of`` cuts have, in units,
+
+        steps // n,  and one more in round c if (r c + shift) mod n >= n - r
+    """
+
+    def __init__(self, num_rounds: int) -> None:
+        self._num_rounds = num_rounds
+        self._one_each = int.from_bytes(_ONE * num_rounds, "little")
+        # at most 64 MiB
+        self._one_more = lru_cache(max(1, 2**22 // num_rounds))(partial(_one_more, num_rounds))
+
+    def __call__(self, unit: int, steps: int, shift: int) -> int:
+        each, rest = divmod(steps, self._num_rounds)
+        return unit * (each * self._one_each + self._one_more(rest, shift))
+
+    def largest(self, sizes: int) -> int:
+        """The elements of the fullest round."""
+        lanes = sizes.to_bytes(len(_ONE) * self._num_rounds, "little")
+        return max(
+            int.from_bytes(lanes[start : start + len(_ONE)], "little") for start in range(0, len(lanes), len(_ONE))
+        )
+
+
+# a round has 128 bits of the integer, which no number of elements fills
+_ONE = (1).to_bytes(16, "little")
+_NONE = bytes(16)
+
+
+def _one_more(num_rounds: int, rest: int, shift: int) -> int:
+    fewer = num_rounds - rest
+    lanes = [_ONE if (rest * c + shift) % num_rounds >= fewer else _NONE for c in range(num_rounds)]
+    return int.from_bytes(b"".join(lanes), "little")
 
 
 def _points(box: Box, num_rounds: int, shift: int) -> list[int]:

@@ -15,11 +15,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from functools import cache
-from itertools import pairwise
 from math import prod
 
 from optim_redist._methods.borders import crossings, volumes_of
-from optim_redist._methods.chunked import fullest_round, grid_of, over_grid, part_sizes, points_of, steps_of
+from optim_redist._methods.chunked import RoundSizes, fullest_round, grid_of, over_grid, part_sizes, steps_of
 from optim_redist._methods.direct import direct_phases
 from optim_redist._methods.own import Receivers, is_in_order
 from optim_redist._methods.relay import relay_phases
@@ -144,12 +143,7 @@ def _fullest_of_values(problem: Problem, num_rounds: int) -> dict[int, int]:
     """``fullest_round`` of finished values with one holder each, where a transfer's number decides how it is cut."""
     rows = Receivers(problem)
     sizes = [[tuple(row.items()) for row in o.common] for o in problem.overlaps]
-    totals = {rank: [0] * num_rounds for rank in problem.ranks}
-
-    @cache
-    def parts(steps: tuple[int, int], shift: int) -> list[int]:
-        return [stop - start for start, stop in pairwise(points_of(*steps, num_rounds, shift))]
-
+    sizes_of, totals = RoundSizes(num_rounds), dict.fromkeys(problem.ranks, 0)
     alike: dict[tuple[object, int], list[int]] = {}
     for rank, point in problem.src_points.items():
         key = tuple([rows_of[i] for rows_of, i in zip(sizes, point)])
@@ -157,19 +151,18 @@ def _fullest_of_values(problem: Problem, num_rounds: int) -> dict[int, int]:
     for senders in alike.values():
         point, first = problem.src_points[senders[0]], rows.first_number[senders[0]]
         receivers = rows.of(point)
-        sent = [0] * num_rounds
         steps = [_steps(problem, point, problem.dst_points[receiver], num_rounds) for receiver in receivers]
-        for number, receiver in enumerate(receivers):
-            part = parts(steps[number], (first + number) % num_rounds)
-            _add(sent, part)
-            _add(totals[receiver], part, len(senders))
+        parts = [sizes_of(*found, (first + number) % num_rounds) for number, found in enumerate(steps)]
+        for receiver, part in zip(receivers, parts):
+            totals[receiver] += part * len(senders)
+        sent = sum(parts)
         for rank in senders:
-            _add(totals[rank], sent)
+            totals[rank] += sent
             number = bisect_left(receivers, rank)
             if number < len(receivers) and receivers[number] == rank:
                 # what a rank keeps is neither sent nor received
-                _add(totals[rank], parts(steps[number], (first + number) % num_rounds), -2)
-    return {rank: max(total) for rank, total in totals.items()}
+                totals[rank] -= 2 * parts[number]
+    return {rank: sizes_of.largest(total) for rank, total in totals.items()}
 
 
 def _steps(problem: Problem, src: Point, dst: Point, num_rounds: int) -> tuple[int, int]:
