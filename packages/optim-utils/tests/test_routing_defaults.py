@@ -26,6 +26,15 @@ class VocabularyEmbedding(nn.Module):
         ({"a.b": nn.Linear(3, 2)}, {"a.b.weight": "matrix", "a.b.bias": "vector"}),
         ({"scale": Weights(value=())}, {"scale.value": "vector"}),
         ({"mixer": Weights(A_log=(6, 4), D=(6,))}, {"mixer.A_log": "vector", "mixer.D": "vector"}),
+        # those of Vision Mamba, VMamba and S4D, and what RWKV keeps for each head
+        (
+            {"mixer": Weights(A_b_log=(6, 4), A_logs=(6, 4), log_A_real=(6, 4), A_imag=(6, 4))},
+            {f"mixer.{name}": "vector" for name in ("A_b_log", "A_logs", "log_A_real", "A_imag")},
+        ),
+        (
+            {"att": Weights(time_decay=(3, 2), time_faaaa=(3, 2), r_k=(3, 2), w1=(6, 4))},
+            {"att.time_decay": "vector", "att.time_faaaa": "vector", "att.r_k": "vector", "att.w1": "matrix"},
+        ),
         ({"attn": Weights(relative_position_bias_table=(9, 2))}, {"attn.relative_position_bias_table": "vector"}),
         ({"norm": nn.LayerNorm((3, 2))}, {"norm.weight": "vector", "norm.bias": "vector"}),
         ({"a": RootNorm(3, 2)}, {"a.weight": "vector"}),

@@ -194,10 +194,10 @@ def route_parameters(
 ) -> RouteTable:
     """The table that says of every parameter whether Muon or AdamW updates it, and which matrices Muon sees in it.
 
-    These decide, in this order: ``rules``; requires_grad; at most one dimension; biases, and decays of state spaces, by
-    name; norm modules; embeddings; the output head; convolutions of at most 4 channels and depthwise ones; a single row
-    or column. The rest goes to Muon: other convolutions, flattened; hidden matrices, with fused ones split by their
-    names and the gates of torch's LSTM and GRU by their modules; stacked experts. Parameters are told apart by
+    These decide, in this order: ``rules``; requires_grad; at most one dimension; biases, and decays of state spaces or
+    RWKV, by name; norm modules; embeddings; the output head; convolutions of at most 4 channels and depthwise ones; a
+    single row or column. The rest goes to Muon: other convolutions, flattened; hidden matrices, with fused ones split
+    by their names and the gates of torch's LSTM and GRU by their modules; stacked experts. Parameters are told apart by
     identity: a tied parameter has one row with all its names. A tensor from which torch's parametrizations compute a
     weight counts as the weight; the magnitudes of a weight norm are vectors.
 

@@ -25,8 +25,11 @@ _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _is_norm_class = re.compile(r"norm(\dd)?$", re.IGNORECASE).search
 _is_norm_name = matcher("*norm", "*norm[0-9]", "ln_*")
 _is_bias_name = matcher("bias", "*_bias")
-# Two-dimensional, but no matrices: the decays of a state space model (Mamba), and relative position biases (Swin).
-_is_elementwise_name = matcher("A_log", "*_bias_table")
+# Two-dimensional, but no matrices: the decays of state space models (Mamba's A_log, A_b_log of Vision Mamba, A_logs of
+# VMamba, log_A_real and A_imag of S4D), decays and bonuses of RWKV's heads, and relative position biases (Swin).
+_is_elementwise_name = matcher(
+    "A_log*", "A_*_log", "log_A_*", "A_imag", "time_decay", "time_first", "time_faaaa", "r_k", "*_bias_table"
+)
 _is_embedding_class = re.compile(r"embedding(bag)?$", re.IGNORECASE).search
 _is_embedding_name = matcher("wte", "wpe", "emb", "*_emb", "*embed*")
 _is_head_name = matcher("output", "head", "classifier", "score", "fc")
