@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
 from optim_dist import TritonDistAdamW, TritonDistMuonAdamW
 from optim_dist._reduction.storage import ParameterBucket
@@ -203,6 +204,33 @@ def what_is_prefetched_or_used_without_its_module_is_no_early_read(rank, world_s
     optimizer = optimizer_of(net, debug=True)
     assert losses(rank, net, optimizer) == expected(rank)
     assert "without their module's forward" in optimizer.explain().data["phases"]["gather under forward"]
+
+
+@scenario(2)
+def a_module_that_runs_without_gradients_first_reads_nothing_early(rank, world_size):
+    def reentrant(net, x):
+        return checkpoint(net.inner, x.requires_grad_(), use_reentrant=True)
+
+    def as_target(net, x):
+        with torch.no_grad():
+            target = net.inner(x)
+        return net.inner(x) - target
+
+    for reads in (reentrant, as_target):
+        net, twin = (Early(device_of(rank), reads) for _ in range(2))
+        for each in (net, twin):
+            each.inner = nn.Linear(6, 6).to(device_of(rank))
+            nn.init.eye_(each.inner.weight)
+            each.inner.bias.data.zero_()
+        right = early_losses(rank, twin, early_optimizer(twin, overlap=False))
+        optimizer = early_optimizer(net, debug=True)
+        assert early_losses(rank, net, optimizer) == right
+        # an evaluation in between hides nothing
+        with torch.no_grad():
+            net(normal((4, 6), 36, rank).to(device_of(rank)))
+        net.reads = lambda net, x: F.linear(x, net.head.weight)
+        with pytest.raises(RuntimeError, match=READ_EARLY):
+            net(normal((4, 6), 36, rank).to(device_of(rank)))
 
 
 @scenario(2)

@@ -25,9 +25,12 @@ _FORM = {
 }
 
 
-def watch(model: nn.Module, found: Callable[[Tensor], None]) -> list[RemovableHandle]:
-    """Show ``found`` every tensor that an operation of the model's forward pass reads; returns the hooks' handles."""
-    forward = _OutermostForward(found)
+def watch(model: nn.Module, begun: Callable[[], None], found: Callable[[Tensor], None]) -> list[RemovableHandle]:
+    """Show ``found`` every tensor that an operation of the model's forward pass reads; returns the hooks' handles.
+
+    ``begun`` is called before each such pass.
+    """
+    forward = _OutermostForward(begun, found)
     return [
         model.register_forward_pre_hook(forward.begin, prepend=True),
         # also after a forward pass that has failed
@@ -38,7 +41,8 @@ def watch(model: nn.Module, found: Callable[[Tensor], None]) -> list[RemovableHa
 class _OutermostForward:
     """Hooks that have the mode on from the beginning of the outermost forward pass to its end."""
 
-    def __init__(self, found: Callable[[Tensor], None]) -> None:
+    def __init__(self, begun: Callable[[], None], found: Callable[[Tensor], None]) -> None:
+        self._begun = begun
         self._mode = _Reads(found)
         self._is_on: list[bool] = []
 
@@ -46,6 +50,7 @@ class _OutermostForward:
         # an evaluation waits for all parameters, and the compiler would trace the mode
         self._is_on.append(torch.is_grad_enabled() and not torch.compiler.is_compiling() and not any(self._is_on))
         if self._is_on[-1]:
+            self._begun()
             self._mode.__enter__()
 
     def end(self, module: nn.Module, arguments: Any, result: Any) -> None:
