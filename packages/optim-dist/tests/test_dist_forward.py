@@ -311,6 +311,20 @@ def evaluation_and_state_wait(rank, world_size):
 
 
 @scenario(2)
+def an_evaluation_may_read_parameters_before_any_module_that_holds_them(rank, world_size):
+    net, twin = (Early(device_of(rank), reads=_as_it_is) for _ in range(2))
+    optimizer = early_optimizer(net)
+    delay_gathers(optimizer)
+    x = normal((4, 6), 37, rank).to(device_of(rank))
+    early_losses(rank, net, optimizer)
+    early_losses(rank, twin, early_optimizer(twin, overlap=False))
+    for each in (net, twin):
+        each.reads = lambda net, x: F.linear(x, net.head.weight)
+    with torch.no_grad():
+        assert torch.equal(net(x), twin(x))
+
+
+@scenario(2)
 def loading_is_not_overwritten_by_a_gather(rank, world_size):
     net, other = Net(device_of(rank)), Net(device_of(rank))
     optimizer = optimizer_of(net)

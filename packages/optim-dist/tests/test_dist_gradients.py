@@ -11,6 +11,7 @@ from dist_cases import Scenarios, device_of, mesh_of, normal
 from dist_loops import Net, assert_same, batch, build, make, values
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from optim_dist import TritonDistAdamW
 from optim_dist._reduction.collectives import Communicator
@@ -245,6 +246,17 @@ def a_second_backward_into_a_reduced_bucket_is_an_error(rank, world_size):
     optimizer.zero_grad()
     net(batch(rank, 1)).backward()
     optimizer.step()
+
+
+@scenario(2)
+def a_module_that_a_checkpoint_runs_twice_is_an_error_that_names_the_cause(rank, world_size):
+    net, optimizer = build(rank, accumulation_steps=1)
+    x = batch(rank, 0).requires_grad_()
+    for layer in (*net.layers, net.layers[-1]):
+        x = checkpoint(layer, x, use_reentrant=True)
+    with pytest.raises(RuntimeError, match=r"layers\.3\.\w+ arrived after .*torch\.utils\.checkpoint.*pass False"):
+        x.sum().backward()
+    optimizer.zero_grad()
 
 
 @scenario(2)

@@ -181,7 +181,11 @@ class Bucket(Contribution, ParameterBucket):
         added_in_place = member.parameter.grad is member.gradient
         version_of_sum = self._reduced_versions[member.place] + 1
         if self.launched or (added_in_place and member.gradient._version == version_of_sum):
-            raise RuntimeError(f"a gradient of {member.name} arrived after its bucket was reduced: {_REMEDY}")
+            raise RuntimeError(
+                f"a gradient of {member.name} arrived after its bucket was reduced: {_REMEDY}. (A module that "
+                "torch.utils.checkpoint runs several times in one pass gives one each time if use_reentrant=True; pass "
+                "False.)"
+            )
 
 
 def build_bucket(

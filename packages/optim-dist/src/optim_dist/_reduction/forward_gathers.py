@@ -1,7 +1,8 @@
 """Gathers that run into the next forward pass: a module waits for the parameters that it is about to use.
 
 A pre-hook on every module that holds trained parameters lets the current stream wait for their buckets. Hooks on the
-modules' ``state_dict`` and ``load_state_dict``, and the first module that runs without gradients, wait for all buckets.
+modules' ``state_dict`` and ``load_state_dict``, and the first module that runs without gradients, be it one that holds
+parameters only by others within it, wait for all buckets.
 
 Hooks do not see a parameter that is used without the forward of a module that holds it (the output projection of
 ``nn.MultiheadAttention``, a weight handed to ``F.linear``), nor one inside a compiled region that is no module of the
@@ -45,12 +46,14 @@ class ForwardGathers:
         compiled = [module for module in model.modules() if _is_compiled(module)]
         inside = {id(inner) for outer in compiled for inner in outer.modules()} - {id(outer) for outer in compiled}
         for number, module in enumerate(model.modules()):
-            # before its region is entered, a compiled module waits for all parameters inside
-            parameters = module.parameters(recurse=_is_compiled(module))
-            held = [homes[id(parameter)] for parameter in parameters if id(parameter) in homes]
-            if not held:
+            within = [parameter for parameter in module.parameters() if id(parameter) in homes]
+            if not within:
                 continue
+            # before its region is entered, a compiled module waits for all parameters inside
+            own = within if _is_compiled(module) else module.parameters(recurse=False)
+            held = [homes[id(parameter)] for parameter in own if id(parameter) in homes]
             if id(module) not in inside:
+                # one that holds none of its own is hooked for evaluations, which may read what is within in any way
                 self._held[number] = held
                 # before hooks that compute a weight from parameters: weight and spectral norms, pruning
                 hook = partial(self._before_forward, number)
