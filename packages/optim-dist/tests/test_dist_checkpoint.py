@@ -17,6 +17,8 @@ import pytest
 import torch
 from dist_cases import BACKENDS, assert_equal, assert_same_state, device_of, normal, world_sizes
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint
 from optim_dist._checkpoint import loading, reshard
@@ -784,3 +786,27 @@ def test_what_load_could_not_read_is_not_saved(tmp_path):
         for (_, expected), text in zip(UNREADABLE.values(), texts, strict=True):
             assert f"rank 0: TypeError: {expected}, which" in text
     assert not list(tmp_path.iterdir())
+
+
+def save_what_each_rank_has_a_part_of(rank, world_size, folder):
+    model, optimizer = build()
+    steps(model, optimizer, rank, range(1))
+    mesh = init_device_mesh("cpu", (world_size,))
+    cut, whole = (distribute_tensor(torch.arange(5.0), mesh, [place]) for place in (Shard(0), Replicate()))
+    for extra, match in (
+        ({"ema": [cut]}, r"extra\['ema'\]\[0\] is a DTensor, \(Shard\(dim=0\),\), of which only .*full_tensor\(\)"),
+        (
+            {"other": optimizer.state_dict()},
+            r"extra\['other'\]\['state'\]\[\d\]\['\w+'\] is a part of an optimizer's state, .* and \d+ more, of",
+        ),
+    ):
+        for async_ in (False, True):
+            with pytest.raises(RuntimeError, match=match):
+                checkpoint.save(f"{folder}/x", model, optimizer, extra=extra, async_=async_)
+    full = optimizer.full_state_dict()
+    checkpoint.save(f"{folder}/x", model, optimizer, extra={"ema": cut.full_tensor(), "whole": whole, "other": full})
+    assert torch.equal(checkpoint.load(f"{folder}/x", model, optimizer)["ema"], torch.arange(5.0))
+
+
+def test_what_each_rank_has_a_part_of_is_not_saved_as_extra(tmp_path):
+    run_ranks(save_what_each_rank_has_a_part_of, 2, str(tmp_path))

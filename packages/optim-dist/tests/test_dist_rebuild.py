@@ -128,6 +128,30 @@ def with_reductions_and_gathers_under_way(rank, world_size):
     assert len(dist.distributed_c10d._world.pg_names) == groups
 
 
+@scenario(1, 2, 3)
+def state_stays_with_parameters_that_the_model_calls_otherwise_by_now(rank, world_size):
+    pairs = []
+    for with_model in (True, False):
+        net = Net(device_of(rank))
+        options = {"model": net} if with_model else {}
+        pairs.append((net, TritonDistAdamW(net.named_parameters(), **options, **OPTIONS)))
+    (net, optimizer), (twin, _) = pairs
+    train(pairs, rank, range(2))
+    optimizer.wait()
+    for each, opt in pairs:
+        # two exchange their names, one gets a wrapper, and one leaves its name to another
+        layers = each.layers
+        layers[0], layers[1] = layers[1], layers[0]
+        layers[2] = nn.Sequential(layers[2])
+        layers[3].requires_grad_(False)
+        layers[3] = Net(device_of(rank), 1).layers[0]
+        opt.add_param_group({"params": [(f"layers.3.{name}", p) for name, p in layers[3].named_parameters()]})
+    train(pairs, rank, range(2, 3))
+    optimizer.rebuild_plan()
+    train(pairs, rank, range(3, 5))
+    assert_same(values(net), values(twin))
+
+
 @scenario(1, 2)
 def order_decides_which_bucket_comes_first(rank, world_size):
     net, optimizer = build(rank)

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from optim_dist._optimizers.state_part import StatePart
 
 
 def without_tensors_of_model(common: Mapping[str, Any]) -> dict[str, Any]:
@@ -24,8 +27,14 @@ def packed_readable(content: Mapping[str, Any]) -> io.BytesIO:
     """``content`` as a file's bytes, which have been read back as a test.
 
     Raises:
-        TypeError: naming the entries that cannot be read back.
+        TypeError: naming the entries that cannot be read back, or of which this rank has a part only.
     """
+    if cut := [text for key, value in content.items() for text in _cut(value, key)]:
+        more = f" and {len(cut) - 2} more" if len(cut) > 2 else ""
+        raise TypeError(
+            f"{', '.join(cut[:2])}{more}, of which only the first rank's part would be saved; give whole tensors "
+            "(full_tensor(); an optimizer's full_state_dict())"
+        )
     try:
         return _read_back(content)
     except Exception as error:
@@ -67,6 +76,16 @@ def _unreadable(value: Any, where: str) -> list[str]:
         inner = [text for place, part in _parts(value, where) for text in _unreadable(part, place)]
         return inner or [f"{where} is of {type(value)}"]
     return []
+
+
+def _cut(value: Any, where: str) -> list[str]:
+    """The innermost parts of ``value`` that are tensors of which every rank has a part, and what they are."""
+    if isinstance(value, DTensor):
+        is_cut = value.device_mesh.size() > 1 and not all(each.is_replicate() for each in value.placements)
+        return [f"{where} is a DTensor, {value.placements}"] if is_cut else []
+    if isinstance(value, StatePart):
+        return [f"{where} is a part of an optimizer's state"]
+    return [text for place, part in _parts(value, where) for text in _cut(part, place)]
 
 
 def _parts(value: Any, where: str) -> Iterator[tuple[str, Any]]:

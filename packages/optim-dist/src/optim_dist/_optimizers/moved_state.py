@@ -7,7 +7,7 @@ so only one kind of state exists twice. States of DTensors, and of one rank, sta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -34,7 +34,7 @@ class MovedState:
     """The state that this rank owns under the new plan.
 
     Args:
-        described: a description of each parameter's state, keyed by the parameter's name.
+        described: a description of each parameter's state, keyed by the parameter's name in the new plan.
         parts: the flat parts that this rank has received, keyed by name and state key.
     """
 
@@ -62,23 +62,26 @@ def take_state(optimizer: LiveOptimizer, plan: Plan, found: Sequence[Entry]) -> 
     communicator, former = optimizer.communicator, optimizer.plan
     numbers = {id(entry.parameter): number for number, entry in enumerate(found)}
     in_buckets = [communicator.world_size > 1 and not spec.sharding for spec in former.parameters]
-    moving = {
-        entry.name: numbers[id(entry.parameter)]
-        for entry, is_in_bucket in zip(optimizer.entries, in_buckets)
-        if is_in_bucket and id(entry.parameter) in numbers
-    }
-    specs = list(former.parameters)
+    moving: dict[str, int] = {}
+    specs = []
+    for spec, entry, is_in_bucket in zip(former.parameters, optimizer.entries, in_buckets, strict=True):
+        name, number = "", numbers.get(id(entry.parameter))
+        if is_in_bucket and number is not None:
+            # the new plan's, as the model may have renamed it, and given its former name to another
+            name = plan.parameters[number].name
+            moving[name] = number
+        specs.append(replace(spec, name=name))
     described = communicator.gather_json(describe_state(optimizer, specs))
     pieces = [pieces_of(optimizer, index) for index in range(len(specs))]
     saved = [each for each in saved_parameters(specs, pieces, described) if each.name in moving]
     mine = {
-        shard.name: {
+        specs[shard.index].name: {
             key: flat_part(value, shard)
             for key, value, *_ in in_files(optimizer.kept_state(shard))
             if key not in SCALARS
         }
         for shard in optimizer.shards()
-        if shard.name in moving
+        if specs[shard.index].name in moving
     }
     for entry, is_in_bucket in zip(optimizer.entries, in_buckets):
         if is_in_bucket or id(entry.parameter) not in numbers:
