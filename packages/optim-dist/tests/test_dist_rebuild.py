@@ -153,6 +153,24 @@ def state_stays_with_parameters_that_the_model_calls_otherwise_by_now(rank, worl
 
 
 @scenario(1, 2)
+def what_has_left_its_name_to_another_is_frozen_and_left_out(rank, world_size):
+    net, optimizer = build(rank)
+    former = net.layers[3]
+    net.layers[3] = Net(device_of(rank), 1).layers[0]
+    new = [(f"layers.3.{name}", p) for name, p in net.layers[3].named_parameters()]
+    optimizer.add_param_group({"params": new})
+    for refused in (lambda: checkpoint.save("nowhere", net, optimizer), optimizer.rebuild_plan):
+        with pytest.raises(
+            (RuntimeError, ValueError), match=r"layers\.3\.weight.* no longer has.*freeze|freeze .* no longer"
+        ):
+            refused()
+    former.requires_grad_(False)
+    optimizer.rebuild_plan()
+    assert sorted(names(optimizer)) == sorted(name for name, _ in net.named_parameters())
+    train([(net, optimizer)], rank, range(1))
+
+
+@scenario(1, 2)
 def order_decides_which_bucket_comes_first(rank, world_size):
     net, optimizer = build(rank)
     forward = [name for name, _ in net.named_parameters()]

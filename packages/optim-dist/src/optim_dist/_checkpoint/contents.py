@@ -44,7 +44,8 @@ def named_specs(optimizer: LiveOptimizer, model: nn.Module | None) -> list[Param
         if count > 1:
             raise ValueError(
                 f"two parameters would be called {name}: one by the model and one, which that does not have, by the "
-                "optimizer; give a model that has all of them, or none"
+                "optimizer; give a model that has all of them, or none (one that the model no longer has goes if you "
+                "freeze it and call rebuild_plan())"
             )
     return specs
 

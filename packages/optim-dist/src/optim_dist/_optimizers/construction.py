@@ -205,7 +205,10 @@ def _findings(found: Sequence[Entry], communicator: Communicator, options: Optio
     for entry in found:
         name, parameter = entry.name, entry.parameter
         if name in names:
-            findings.append(f"{name}: two parameters have this name")
+            findings.append(
+                f"{name}: two parameters have this name; give each one of its own, and freeze one that the model no "
+                "longer has"
+            )
         names.add(name)
         findings += multiplier_faults(name, parameter)
         if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
