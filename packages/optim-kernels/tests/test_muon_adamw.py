@@ -231,6 +231,18 @@ def test_keller_groups() -> None:
     assert all(p.grad is None for p in matrices)
 
 
+def test_where_groups_of_others_are_not_followed() -> None:
+    """As the README says: AdamW's missing gradients are no zeros, and without ``beta2`` there is no NorMuon."""
+    (matrix, *_), (vector, *_) = matrices_and_rest()
+    group = {"params": [matrix], "kind": "muon", "beta2": None, "ns_steps": 6}
+    optimizer = TritonMuonAdamW([group, {"params": [vector], "use_muon": False, "weight_decay": 0.1}])
+    before = vector.detach().clone()
+    give_gradients([matrix], 0)
+    optimizer.step()
+    assert torch.equal(vector, before)
+    assert optimizer.state[matrix].keys() == {"momentum_buffer"}
+
+
 @pytest.mark.parametrize(
     ("group", "missing_grad"),
     [
