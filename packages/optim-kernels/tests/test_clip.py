@@ -244,6 +244,16 @@ def test_inputs_as_torch_takes_them() -> None:
         clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
 
 
+def test_they_may_take_the_place_of_torchs_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may replace the names; ``foreach=True`` is then torch's functions still."""
+    for function in (clip_grad_norm_, clip_grads_with_norm_, get_total_norm):
+        monkeypatch.setattr(torch.nn.utils, function.__name__, function)
+    p = torch.nn.Parameter(torch.zeros(4))
+    p.grad = torch.ones(4)
+    assert torch.nn.utils.clip_grad_norm_(p, 1.0, foreach=True) == 2.0
+    torch.testing.assert_close(p.grad, torch.full((4,), 0.5))
+
+
 def test_sum_of_squares_is_fp64_and_fills_out() -> None:
     tensors = [*gradients(torch.float32), *gradients(torch.bfloat16)]
     exact = sum(t.double().square().sum() for t in tensors)

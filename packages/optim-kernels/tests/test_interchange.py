@@ -157,6 +157,13 @@ def test_torch_loads_to_torch_state_dict(source: str) -> None:
     steps(theirs, params, 1)
 
 
+def test_it_may_take_the_place_of_torchs_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may replace the name, so that code that asks for torch's optimizer gets this one."""
+    torchs_options = torch.optim.AdamW(make()).param_groups[0].keys()
+    monkeypatch.setattr(torch.optim, "AdamW", TritonAdamW)
+    assert TritonAdamW(make()).to_torch_state_dict()["param_groups"][0].keys() == torchs_options
+
+
 def test_codes_come_back_from_the_numbers_that_torch_keeps() -> None:
     """A state that went through ``torch.optim.AdamW`` goes on to the last bit, where the parameter's dtype is fp32."""
     params = make(torch.float32)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+from torch.optim import AdamW as TorchAdamW
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -70,7 +71,7 @@ _planned_options = itemgetter(
 )
 
 
-class TritonAdamW(PrivateState, torch.optim.AdamW):
+class TritonAdamW(PrivateState, TorchAdamW):
     """AdamW with torch's arguments, state and results, in one launch a step, and with further storage formats.
 
     The update is that of ``optim_kernels.reference.adamw``; ``explain()`` says what updates each parameter.
@@ -383,7 +384,8 @@ def _as_torchs(optimizer: Optimizer, content: dict[str, Any]) -> None:
         for key, value in content["state"].items()
         if value or key not in params
     }
-    own = optimizer.defaults.keys() - torch.optim.AdamW([torch.zeros(1)]).defaults.keys()
+    # not torch.optim.AdamW: a program may put TritonAdamW in its place
+    own = optimizer.defaults.keys() - TorchAdamW([torch.zeros(1)]).defaults.keys()
     content["param_groups"] = [
         {name: value for name, value in group.items() if name not in own} for group in content["param_groups"]
     ]

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_ as clip_grads_by_torch_
+from torch.nn.utils import get_total_norm as total_norm_by_torch
 
 from optim_kernels import reference
 from optim_kernels._gradient_norm import GradientNorms
@@ -97,7 +99,8 @@ def get_total_norm(
 @torch.no_grad()
 def _total_norm(tensors: list[Tensor], norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> Tensor:
     if foreach:
-        norm = torch.nn.utils.get_total_norm(tensors, norm_type, False, True)
+        # not torch.nn.utils.get_total_norm: a program may put the one here in its place
+        norm = total_norm_by_torch(tensors, norm_type, False, True)
     elif foreach is None and tensors:
         norm = _NORMS.norm(tensors, norm_type)
     else:
@@ -117,7 +120,7 @@ def clip_grads_with_norm_(
     """Scale the gradients of ``parameters`` by ``clip_factor(total_norm, max_norm)``, in place."""
     parameters = _as_list(parameters)
     if foreach:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm, True)
+        clip_grads_by_torch_(parameters, max_norm, total_norm, True)
         return
     gradients = _gradients(parameters)
     if not gradients:
