@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from optim_dist import TritonDistAdamW, TritonDistMuonAdamW, checkpoint
+from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint
+from optim_dist._optimizers import interchange
 from optim_dist._optimizers.state_part import StatePart, boxes
 from optim_utils.testing import run_ranks
 
@@ -290,6 +291,17 @@ def refusals(rank, world_size, folder):
         set_optimizer_state_dict(net, optimizer, found)
     net.bias.requires_grad_(True)
     set_optimizer_state_dict(net, optimizer, found)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_ours_may_take_the_place_of_torchs_class(name, monkeypatch):
+    """A program may replace the name, so that code that asks for torch's optimizer gets ours."""
+    matrix = nn.Parameter(torch.zeros(2, 2))
+    torchs_options = getattr(torch.optim, name)([matrix]).param_groups[0].keys()
+    interchange._torch_defaults.cache_clear()
+    monkeypatch.setattr(torch.optim, name, {"AdamW": TritonDistAdamW, "Muon": TritonDistMuon}[name])
+    optimizer = getattr(torch.optim, name)([matrix])
+    assert optimizer.state_dict()["param_groups"][0].keys() >= torchs_options
 
 
 def test_parts_refuse_what_they_cannot_do(tmp_path):

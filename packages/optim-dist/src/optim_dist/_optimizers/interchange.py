@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import AdamW, Muon
 
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard, make_shard
@@ -88,9 +89,10 @@ def with_torch_keys(group: dict[str, Any], route: RouteName) -> dict[str, Any]:
 
 @cache
 def _torch_defaults(route: RouteName) -> dict[str, Any]:
+    # not torch.optim.AdamW: a program may put an optimizer of ours in its place
     if route == "adamw":
-        return dict(torch.optim.AdamW([torch.zeros(1)]).defaults)
-    return dict(torch.optim.Muon([torch.zeros(1, 1)]).defaults)
+        return dict(AdamW([torch.zeros(1)]).defaults)
+    return dict(Muon([torch.zeros(1, 1)]).defaults)
 
 
 def _wrapped(value: Tensor, spec: ParameterSpec, shard: Shard | None, device: torch.device) -> StatePart:
