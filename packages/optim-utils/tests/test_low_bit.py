@@ -505,7 +505,7 @@ def test_inductor_decodes_the_last_block_of_a_run(fmt: LowBitFormat) -> None:
     length = 2 * fmt.block_size + fmt.block_size // 2 + 8
     q = quantize(torch.rand(length), fmt)
     torch._dynamo.reset()
-    # results that inductor has kept do not know of changes to the code that tensor subclasses run
+    # what inductor has kept knows of changes to the code that tensor subclasses run only if torch asks them for a hash
     with torch._functorch.config.patch(enable_autograd_cache=False):
         doubled = torch.compile(lambda q: 2 * dequantize(q), fullgraph=True, dynamic=False)(q)
     assert torch.equal(doubled, 2 * dequantize(q))

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import logging
 import pickle
 import re
 import subprocess
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from optim_utils.low_bit import (
     DYNAMIC8,
@@ -340,6 +342,54 @@ def test_a_cut_of_a_dimension_that_is_not_there_is_refused(shape: tuple[int, ...
     for cut in (lambda: q.split(2, dim=2), lambda: q.split([2, 2], dim=2), lambda: torch.ops.aten.slice(q, 2, 0, 1)):
         with pytest.raises(IndexError, match=re.escape(f"a LowBitTensor of shape {shape} has no dimension 2 to cut")):
             cut()
+
+
+@every_format
+def test_torchs_cache_of_graphs_tells_tensors_apart_by_all_but_their_numbers(fmt: LowBitFormat) -> None:
+    q = example(fmt)
+    described = q._stable_hash_for_caching()
+    assert described == example(fmt, seed=1)._stable_hash_for_caching()
+    strided = q.clone()
+    strided.scale = torch.empty(*q.scale.shape, 2).select(-1, 0)
+    others = [
+        example(fmt, 6, 13),
+        example(fmt.with_(block_size=16)),
+        q.to(torch.bfloat16),
+        q.to("meta"),
+        q.clone().requires_grad_(),
+        strided,
+    ]
+    assert len({described, *(other._stable_hash_for_caching() for other in others)}) == 1 + len(others)
+
+
+def test_torchs_cache_of_graphs_knows_the_numbers_behind_symbols() -> None:
+    described = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        described.extend(x._stable_hash_for_caching() for x in inputs if isinstance(x, LowBitTensor))
+        return graph
+
+    # which way the code goes, as whether a block is short, depends on the numbers
+    for rows in (24, 25, 24):
+        torch._dynamo.reset()
+        torch.compile(dequantize, backend=backend, dynamic=True)(example(INT8, rows, 12))
+    assert len(described) == 3
+    assert described[0] == described[2] != described[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(DTensor, "_stable_hash_for_caching"), reason="this torch asks no tensor for a hash")
+@pytest.mark.filterwarnings("default:LowBitTensor does not")  # as an error it would hide what inductor logs then
+def test_inductor_has_nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("torch._inductor.codecache")
+    logger.addHandler(caplog.handler)
+    try:
+        torch._dynamo.reset()
+        doubled = torch.compile(lambda q: 2 * dequantize(q), fullgraph=True, dynamic=True)(q := example(INT8, 24, 12))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert torch.allclose(doubled, 2 * dequantize(q))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_what_torch_optimizers_do_to_states_keeps_codes_but_is_noticed_in_plain_forms() -> None:

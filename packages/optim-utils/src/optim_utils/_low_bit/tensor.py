@@ -20,6 +20,7 @@ from optim_utils._dtensors import is_dtensor
 from optim_utils._low_bit.blocks import Blocks, check_blocks, decode_blocks, encode_blocks
 from optim_utils._low_bit.cuts import cut_blocks
 from optim_utils._low_bit.formats import LowBitFormat, check_format
+from optim_utils._low_bit.graph_cache import stable_hash
 
 __all__ = ["LowBitTensor"]
 
@@ -163,6 +164,10 @@ class LowBitTensor(Tensor):
     ) -> LowBitTensor:
         fmt, dtype = context
         return LowBitTensor(inner["codes"], inner["scale"], inner.get("offset"), fmt, outer_size, dtype)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What torch's cache of compiled graphs knows this tensor by; torch asks for a method of this name."""
+        return stable_hash(self)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
