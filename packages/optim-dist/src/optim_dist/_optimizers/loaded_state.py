@@ -47,9 +47,9 @@ def check_stamp(state_dict: dict[str, Any], plan: Plan, rank: int) -> None:
     if stamp["hash"] not in (plan.plain_hash, plan.hash) or stamp["rank"] != rank:
         raise ValueError(
             f"this state is of rank {stamp['rank']} of {stamp['world_size']}, plan {stamp['hash'][:12]}; "
-            f"this is rank {rank} of {plan.world_size}, plan {plan.plain_hash[:12]}. "
-            "optim_dist.checkpoint loads at any number of ranks, and so does the state_dict() of one rank if all have "
-            "called consolidate_state_dict() before it"
+            f"this is rank {rank} of {plan.world_size}, plan {plan.plain_hash[:12]} (a plan differs with parameters, "
+            "their order, the number of ranks and bucket_mb). optim_dist.checkpoint loads at any number of ranks, and "
+            "so does the state_dict() of one rank if all have called consolidate_state_dict() before it"
         )
 
 
