@@ -108,6 +108,8 @@ def test_partial_text_and_axes_without_names() -> None:
         (lambda: Layout(MESH, None), "dims has one entry for each tensor dimension, .* got None"),
         (lambda: Layout(MESH, 0), "dims has one entry for each tensor dimension, .* got 0"),
         (lambda: Layout(MESH, [True]), "axis is a number or a name, got True"),
+        (lambda: Mesh((2, 4)).axis("dp"), "no axis 'dp'; its 2 axes have numbers, from 0, and no names"),
+        (lambda: MESH.axis("dp"), r"no axis 'dp'; its axes are \('x', 'y'\)"),
         (lambda: Layout(MESH, [{"x", "y"}]), "the axes of a dimension are in order, .* give a tuple"),
         (lambda: Layout(MESH, [({"x", "y"}, Cyclic(2))]), "the axes of a dimension are in order, .* give a tuple"),
         (lambda: Cyclic(True), "a whole number, got True"),

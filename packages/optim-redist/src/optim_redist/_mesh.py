@@ -146,7 +146,9 @@ class Mesh:
         """The number of an axis given by number or name."""
         if isinstance(axis, str):
             if self.names is None or axis not in self.names:
-                raise LayoutError(f"the mesh has no axis {axis!r}; its axes are {self.names or self.num_axes}")
+                unnamed = f"{self.num_axes} axes have numbers, from 0, and no names"
+                known = f"axes are {self.names}" if self.names else unnamed
+                raise LayoutError(f"the mesh has no axis {axis!r}; its {known}")
             return self.names.index(axis)
         try:
             if isinstance(axis, bool):
