@@ -172,6 +172,13 @@ def test_what_a_schedule_ends_with_is_saved_loaded_and_copied(kind: str) -> None
     assert optimizer.param_groups[0]["lr"] == lr
 
 
+class Codes(Tensor):
+    """Stands for a tensor of another library that holds numbers by codes."""
+
+    def dequantize(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("change", "words"),
@@ -185,8 +192,9 @@ def test_what_a_schedule_ends_with_is_saved_loaded_and_copied(kind: str) -> None
         ),
         (Tensor.to_sparse, r"must be dense numbers like the parameter's, got torch\.float32 in .*coo"),
         (lambda value: value.to("meta"), "has no values: it is on meta; load the checkpoint on another device"),
+        (lambda value: value.as_subclass(Codes), r"must be plain numbers, got a Codes; load its dequantize\(\)"),
     ],
-    ids=["none", "list", "array", "complex", "sparse", "meta"],
+    ids=["none", "list", "array", "complex", "sparse", "meta", "codes"],
 )
 def test_what_is_no_moment_is_refused_by_name(kind: str, change: Any, words: str) -> None:
     """As in a state that was damaged, or taken from elsewhere by hand."""

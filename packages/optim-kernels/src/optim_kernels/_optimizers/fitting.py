@@ -17,6 +17,7 @@ from optim_kernels._dtensors import local
 from optim_kernels._optimizers.storage import MASTERS
 from optim_kernels.functional._lists import description
 from optim_kernels.multi_tensor import has_overlaps
+from optim_utils.low_bit import LowBitTensor
 
 # stands for what a state lacks, since None is a value that it may have
 _MISSING = object()
@@ -102,6 +103,8 @@ def check_loaded(saved: Any, param: Tensor, keys: Sequence[str], name: str) -> N
             raise ValueError(f"{of} must be a tensor, got a {type(value).__name__}")
         if value.layout != torch.strided or (value.is_complex() and not param.is_complex()):
             raise ValueError(f"{of} must be dense numbers like the parameter's, got {value.dtype} in {value.layout}")
+        if _has_other_codes(value) and type(value) is not type(param):
+            raise ValueError(f"{of} must be plain numbers, got a {type(value).__name__}; load its dequantize()")
         if value.is_meta and not param.is_meta:
             raise ValueError(f"{of} has no values: it is on meta; load the checkpoint on another device")
     if "step" in saved:
@@ -111,6 +114,11 @@ def check_loaded(saved: Any, param: Tensor, keys: Sequence[str], name: str) -> N
         # not from a GPU, which would be waited for
         if not (isinstance(step, Tensor) and step.device.type != "cpu") and not float(step) >= 0:
             raise ValueError(f"{of} must be a number of steps, got {float(step)}")
+
+
+def _has_other_codes(value: Tensor) -> bool:
+    """Whether these are another library's codes of numbers, such as torchao's, which no step here decodes."""
+    return type(value).dequantize is not Tensor.dequantize and not isinstance(value, LowBitTensor)
 
 
 def _is_count(step: Any) -> bool:
