@@ -804,7 +804,11 @@ def save_what_each_rank_has_a_part_of(rank, world_size, folder):
             with pytest.raises(RuntimeError, match=match):
                 checkpoint.save(f"{folder}/x", model, optimizer, extra=extra, async_=async_)
     full = optimizer.full_state_dict()
-    checkpoint.save(f"{folder}/x", model, optimizer, extra={"ema": cut.full_tensor(), "whole": whole, "other": full})
+    # every rank has all of what a dimension of one rank cuts
+    replicas = init_device_mesh("cpu", (world_size, 1))
+    also_whole = distribute_tensor(torch.arange(5.0), replicas, [Replicate(), Shard(0)])
+    extra = {"ema": cut.full_tensor(), "whole": [whole, also_whole], "other": full}
+    checkpoint.save(f"{folder}/x", model, optimizer, extra=extra)
     assert torch.equal(checkpoint.load(f"{folder}/x", model, optimizer)["ema"], torch.arange(5.0))
 
 

@@ -162,6 +162,17 @@ def early_optimizer(net, **options):
     return TritonDistAdamW(net.named_parameters(), lr=0.1, model=net, reducer="exact", bucket_mb=1e-4, **options)
 
 
+class _ByWeight(nn.Module):
+    """Holds a module of whose weight it makes use itself."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return F.linear(x, self.inner.weight)
+
+
 READ_EARLY = r"head.weight has been read before the forward pass of its module.*prefetch"
 
 
@@ -216,12 +227,17 @@ def a_module_that_runs_without_gradients_first_reads_nothing_early(rank, world_s
             target = net.inner(x)
         return net.inner(x) - target
 
-    for reads in (reentrant, as_target):
+    def by_weight(net, x):
+        with torch.no_grad():
+            return net.target(x)
+
+    for reads in (reentrant, as_target, by_weight):
         net, twin = (Early(device_of(rank), reads) for _ in range(2))
         for each in (net, twin):
             each.inner = nn.Linear(6, 6).to(device_of(rank))
             nn.init.eye_(each.inner.weight)
             each.inner.bias.data.zero_()
+            each.target = _ByWeight(each.head)
         right = early_losses(rank, twin, early_optimizer(twin, overlap=False))
         optimizer = early_optimizer(net, debug=True)
         assert early_losses(rank, net, optimizer) == right

@@ -81,7 +81,9 @@ def _unreadable(value: Any, where: str) -> list[str]:
 def _cut(value: Any, where: str) -> list[str]:
     """The innermost parts of ``value`` that are tensors of which every rank has a part, and what they are."""
     if isinstance(value, DTensor):
-        is_cut = value.device_mesh.size() > 1 and not all(each.is_replicate() for each in value.placements)
+        # a dimension of one rank cuts nothing, as in a mesh of replicas alone
+        sizes = value.device_mesh.shape
+        is_cut = any(size > 1 and not each.is_replicate() for size, each in zip(sizes, value.placements, strict=True))
         return [f"{where} is a DTensor, {value.placements}"] if is_cut else []
     if isinstance(value, StatePart):
         return [f"{where} is a part of an optimizer's state"]

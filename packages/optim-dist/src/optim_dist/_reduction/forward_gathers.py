@@ -36,9 +36,9 @@ class ForwardGathers:
         self.in_flight = False
         # those that were read in this pass before a module that holds them
         self._early: set[int] = set()
-        # of modules that have run without gradients in this pass (checkpointing with use_reentrant=True, a target
-        # network that shares parameters): they have arrived, though that does not tell how training uses them
-        self._arrived: set[int] = set()
+        # whether a module has run without gradients in this pass (checkpointing with use_reentrant=True, a target
+        # network that shares parameters): all have arrived then, though that does not tell how training uses them
+        self._has_waited = False
         self._homes = homes = {id(member.parameter): (bucket, member) for bucket, member in self._members()}
         self._handles: list[Any] = []
         # keyed by number of the module; hooks get at it only through self, so that a copy's hooks wait for nothing
@@ -62,7 +62,7 @@ class ForwardGathers:
             self._handles.append(module.register_load_state_dict_pre_hook(self._before_state))
         # a compiled module waits for all parameters inside, and what is compiled would be compiled anew under a mode
         if watches_reads and not compiled:
-            self._handles += watch(model, self._arrived.clear, self._before_read)
+            self._handles += watch(model, self._begin, self._before_read)
         hooked = {id(member) for held in self._held.values() for _, member in held}
         for bucket, member in self._members():
             if id(member) not in hooked:
@@ -156,7 +156,7 @@ class ForwardGathers:
         held = self._held.get(number, [])
         if not torch.compiler.is_compiling():
             self._enter(held)
-        elif self.in_flight:
+        elif self.in_flight and (held or not torch.is_grad_enabled()):
             # compiled after the first step: correct, at the price of a graph break
             torch.compiler.disable(self._enter)(held)
 
@@ -167,15 +167,16 @@ class ForwardGathers:
             self._refuse_early(held)
         for bucket, member in held:
             # an evaluation does not tell how training uses a parameter
-            if torch.is_grad_enabled():
-                member.entered = True
-            else:
-                self._arrived.add(id(member.parameter))
+            member.entered |= torch.is_grad_enabled()
             bucket.finish_gathering()
+        self._has_waited |= not torch.is_grad_enabled()
+
+    def _begin(self) -> None:
+        self._has_waited = False
 
     def _before_read(self, tensor: Tensor) -> None:
         bucket, member = self._homes.get(id(tensor), (None, None))
-        if bucket is None or member is None or member.entered or id(tensor) in self._arrived:
+        if bucket is None or member is None or member.entered or self._has_waited:
             return
         if not bucket.waits_at_step:
             self._early.add(id(tensor))
