@@ -1,6 +1,7 @@
 """LowBitTensor through everything a state goes through: bits stay bits, and what would lose them is refused."""
 
 import copy
+import importlib
 import io
 import logging
 import pickle
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from optim_utils._low_bit import graph_cache
 from optim_utils.low_bit import (
     DYNAMIC8,
     INT8,
@@ -375,6 +378,17 @@ def test_torchs_cache_of_graphs_knows_the_numbers_behind_symbols() -> None:
         torch.compile(dequantize, backend=backend, dynamic=True)(example(INT8, rows, 12))
     assert len(described) == 3
     assert described[0] == described[2] != described[1]
+
+
+def test_torchs_cache_of_graphs_knows_code_in_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for name, more in (("as_it_is", b""), ("updated", b"#")):
+        with ZipFile(tmp_path / name, "w") as archive:
+            for file in Path(graph_cache.__file__).parent.glob("*.py"):
+                archive.writestr(f"{name}/{file.name}", file.read_bytes() + more)
+        monkeypatch.syspath_prepend(tmp_path / name)
+        found.append(importlib.import_module(f"{name}.graph_cache")._code())
+    assert found[0] == graph_cache._code() != found[1]
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterable
-from pathlib import Path
+from importlib.resources import files
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,7 +46,9 @@ def _numbers(sizes: Iterable[int | torch.SymInt]) -> list[str]:
 
 @functools.cache
 def _code() -> str:
-    return _hash(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
+    # in a package that is imported from an archive, too; where sources are left out, of what is compiled from them
+    found = (file for file in files(__package__).iterdir() if file.name.endswith((".py", ".pyc")))
+    return _hash(b"".join(file.read_bytes() for file in sorted(found, key=attrgetter("name"))))
 
 
 def _hash(data: bytes) -> str:
