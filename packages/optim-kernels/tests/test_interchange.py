@@ -351,8 +351,15 @@ def test_shards_are_updated_as_tensors_are(options: dict[str, Any]) -> None:
     run_ranks(_sharded, 1, options, backend="gloo")
 
 
+class _Codes(torch.Tensor):
+    """Stands for a tensor of another library that holds numbers by codes."""
+
+    def dequantize(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
 def _sharded(rank: int, world_size: int, options: dict[str, Any]) -> None:
-    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
     mesh = init_device_mesh("cpu", (world_size,))
     whole = torch.nn.Parameter(torch.ones(16, 8, dtype=torch.bfloat16))
@@ -383,6 +390,11 @@ def _sharded(rank: int, world_size: int, options: dict[str, Any]) -> None:
         torch.testing.assert_close(norm.full_tensor(), expected)  # type: ignore[attr-defined]
     for p, optimizer in zip((whole, sharded), optimizers):
         optimizer.step(clip_factor=clip_factor(get_total_norm([p.grad]), 0.1))
+    saved = optimizers[1].state_dict()
+    part = saved["state"][0]["exp_avg"].to_local().as_subclass(_Codes)
+    saved["state"][0]["exp_avg"] = DTensor.from_local(part, mesh, [Shard(0)])
+    with pytest.raises(ValueError, match=r"must be plain numbers, got a _Codes; load its dequantize\(\)"):
+        optimizers[1].load_state_dict(saved)
     torch.testing.assert_close(sharded.full_tensor(), whole)
 
 

@@ -1,7 +1,7 @@
 """Newton–Schulz by kept plans: buffers, every kind of input and result, replays, the operator."""
 
 import gc
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 from unittest import mock
 
@@ -19,7 +19,8 @@ from optim_kernels._kernels.normalize import Norm
 from optim_kernels._kernels.normalize import apply_row_factors as apply_row_factors_by_kernels
 from optim_kernels._newton_schulz import plan
 from optim_kernels._newton_schulz.buffers import Buffers
-from optim_kernels._newton_schulz.chain_jobs import jobs_of
+from optim_kernels._newton_schulz.chain_jobs import Job, Kind, jobs_of
+from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
 from optim_kernels._newton_schulz.copy_engine import as_batch
 from optim_kernels._newton_schulz.iterations import apply_row_factors
 from optim_kernels._newton_schulz.product_launches import symmetric_product
@@ -44,6 +45,47 @@ def test_kernels_compute_the_reference(shape: tuple[int, ...], method: str) -> N
     result = newton_schulz(x, method=method, compute_dtype=torch.float32, impl="triton")
     assert relative_error(result, expected_of(x)) <= 2e-5
     assert (result if shape[-2] <= shape[-1] else result.mT).is_contiguous()
+
+
+def written_by(job: Job) -> set[int]:
+    return set() if job.kind is Kind.RECTANGLE else {job.d, job.d + job.twice, job.q}
+
+
+@pytest.mark.parametrize("in_pairs", [False, True])
+@pytest.mark.parametrize("coefficients", [*COEFFICIENTS, (1.5, -0.5, 0.0)], ids=str)
+def test_what_a_product_reads_ahead_is_complete(coefficients: Any, in_pairs: bool) -> None:
+    """For every list of jobs: the launches that have written an operand have ended for sure when it is read."""
+    found = 0
+    for steps, restarts, method in product(range(11), [None, "accurate", (), (1,), (3, 4)], ["standard", "gram"]):
+        try:
+            config = NSConfig(coefficients=coefficients, steps=steps, restarts=restarts, method=method)
+        except ValueError:
+            continue  # a set for one number of steps
+        jobs = jobs_of(config, 256, 1024, in_pairs=in_pairs)
+        ahead = plan._reads_ahead(jobs)
+        # how many launches have ended for sure when this one begins: the first may begin before the norm's have
+        ended = -1
+        for number, job in enumerate(jobs):
+            if number > 0 and ahead[number] and jobs[number - 1].kind is not Kind.RECTANGLE:
+                ended = number - 1
+            if ahead[number]:
+                writers = [n for n in range(number) if written_by(jobs[n]) & {job.a, job.a + job.twice}]
+                assert 0 <= max(writers, default=-1) < ended
+                found += 1
+        assert len(ahead) == len(jobs) + 1
+    assert found > 0
+
+
+def test_what_may_not_be_complete_is_not_read_ahead() -> None:
+    first, last = Job(Kind.SQUARE, 0, 0, 1), Job(Kind.SQUARE, 0, 1, 3)
+    for before, may in [
+        (Job(Kind.SQUARE, 0, 1, 2), True),
+        (Job(Kind.SQUARE, 1, 1, 0), False),
+        (Job(Kind.SQUARE, 1, 1, 2, q=0), False),
+        # lets the next launch start when it begins itself, also where it writes X alone
+        (Job(Kind.RECTANGLE, 1, 0, 1), False),
+    ]:
+        assert plan._reads_ahead([first, before, last]) == [False, False, may, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

@@ -208,7 +208,9 @@ def _reads_ahead(jobs: Sequence[Job]) -> list[bool]:
     """
     found = [False, False]
     for before, job in pairwise(jobs[1:]):
-        written = set() if before.kind is Kind.RECTANGLE else {before.d, before.d + before.twice, before.q}
+        written = {before.d, before.d + before.twice, before.q}
         has_two = job.kind is Kind.SQUARE and job.a != job.b
-        found.append(has_two and written.isdisjoint({job.a, job.a + job.twice}))
+        # a product with X lets the next launch start too soon
+        is_late = before.kind is not Kind.RECTANGLE
+        found.append(has_two and is_late and written.isdisjoint({job.a, job.a + job.twice}))
     return [*found[: len(jobs)], False]

@@ -103,8 +103,9 @@ def check_loaded(saved: Any, param: Tensor, keys: Sequence[str], name: str) -> N
             raise ValueError(f"{of} must be a tensor, got a {type(value).__name__}")
         if value.layout != torch.strided or (value.is_complex() and not param.is_complex()):
             raise ValueError(f"{of} must be dense numbers like the parameter's, got {value.dtype} in {value.layout}")
-        if _has_other_codes(value) and type(value) is not type(param):
-            raise ValueError(f"{of} must be plain numbers, got a {type(value).__name__}; load its dequantize()")
+        own = local(value)
+        if _has_other_codes(own) and type(own) is not type(local(param)):
+            raise ValueError(f"{of} must be plain numbers, got a {type(own).__name__}; load its dequantize()")
         if value.is_meta and not param.is_meta:
             raise ValueError(f"{of} has no values: it is on meta; load the checkpoint on another device")
     if "step" in saved:
