@@ -16,7 +16,7 @@ error when its module begins.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,9 +54,11 @@ class ForwardGathers:
             held = [homes[id(parameter)] for parameter in own if id(parameter) in homes]
             if id(module) not in inside:
                 # one that holds none of its own is hooked for evaluations, which may read what is within in any way
-                self._held[number] = held
+                hook: Callable[..., None] = self._before_evaluation
+                if held:
+                    self._held[number] = held
+                    hook = partial(self._before_forward, number)
                 # before hooks that compute a weight from parameters: weight and spectral norms, pruning
-                hook = partial(self._before_forward, number)
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
             self._handles.append(module.register_state_dict_pre_hook(self._before_state))
             self._handles.append(module.register_load_state_dict_pre_hook(self._before_state))
@@ -156,9 +158,14 @@ class ForwardGathers:
         held = self._held.get(number, [])
         if not torch.compiler.is_compiling():
             self._enter(held)
-        elif self.in_flight and (held or not torch.is_grad_enabled()):
+        elif self.in_flight:
             # compiled after the first step: correct, at the price of a graph break
             torch.compiler.disable(self._enter)(held)
+
+    def _before_evaluation(self, module: nn.Module, arguments: Any) -> None:
+        # cheap in training, where a compiled region would break here for nothing
+        if not torch.is_grad_enabled():
+            self._before_forward(-1, module, arguments)
 
     def _enter(self, held: list[tuple[ParameterBucket, Member]]) -> None:
         if self.in_flight and not torch.is_grad_enabled():
