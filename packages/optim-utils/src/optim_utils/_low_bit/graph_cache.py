@@ -46,8 +46,10 @@ def _numbers(sizes: Iterable[int | torch.SymInt]) -> list[str]:
 
 @functools.cache
 def _code() -> str:
-    # in a package that is imported from an archive, too; where sources are left out, of what is compiled from them
-    found = (file for file in files(__package__).iterdir() if file.name.endswith((".py", ".pyc")))
+    # in a package that is imported from an archive, too; where sources are left out, of what is compiled from them. A
+    # program that is frozen with its packages may have neither
+    folder = files(__package__)
+    found = [file for file in folder.iterdir() if file.name.endswith((".py", ".pyc"))] if folder.is_dir() else []
     return _hash(b"".join(file.read_bytes() for file in sorted(found, key=attrgetter("name"))))
 
 
