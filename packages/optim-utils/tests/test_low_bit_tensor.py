@@ -380,6 +380,19 @@ def test_torchs_cache_of_graphs_knows_the_numbers_behind_symbols() -> None:
     assert described[0] == described[2] != described[1]
 
 
+def test_torchs_cache_of_graphs_knows_all_code_that_is_traced() -> None:
+    """That of this folder, and what its modules import; these import nothing more of the package."""
+    folder = Path(graph_cache.__file__).parent
+
+    def imported(file: Path) -> set[str]:
+        names = re.findall(r"^ *(?:from|import) optim_utils[. ](?:import )?(\w+)", file.read_text(), re.MULTILINE)
+        return set(names) - {"_low_bit"}
+
+    assert set().union(*map(imported, folder.glob("*.py"))) == set(graph_cache.BESIDE)
+    for name in graph_cache.BESIDE:
+        assert imported(folder.parent / f"{name}.py") == set()
+
+
 def test_torchs_cache_of_graphs_knows_code_in_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for name, more in (("as_it_is", b""), ("updated", b"#")):

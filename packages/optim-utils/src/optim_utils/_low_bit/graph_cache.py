@@ -12,6 +12,7 @@ import functools
 import hashlib
 from collections.abc import Iterable
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from optim_utils._low_bit.tensor import LowBitTensor
 
 __all__ = ["stable_hash"]
+
+# Modules of the package that those in this folder import beside each other.
+BESIDE = ("_dtensors", "_philox")
 
 
 def stable_hash(t: LowBitTensor) -> str:
@@ -46,11 +50,16 @@ def _numbers(sizes: Iterable[int | torch.SymInt]) -> list[str]:
 
 @functools.cache
 def _code() -> str:
-    # in a package that is imported from an archive, too; where sources are left out, of what is compiled from them. A
+    beside = [file for file in _sources("optim_utils") if file.name.partition(".")[0] in BESIDE]
+    found = sorted([*_sources(__package__), *beside], key=attrgetter("name"))
+    return _hash(b"".join(file.read_bytes() for file in found))
+
+
+def _sources(package: str) -> list[Traversable]:
+    # in a package that is imported from an archive, too; where sources are left out, what is compiled from them. A
     # program that is frozen with its packages may have neither
-    folder = files(__package__)
-    found = [file for file in folder.iterdir() if file.name.endswith((".py", ".pyc"))] if folder.is_dir() else []
-    return _hash(b"".join(file.read_bytes() for file in sorted(found, key=attrgetter("name"))))
+    folder = files(package)
+    return [file for file in folder.iterdir() if file.name.endswith((".py", ".pyc"))] if folder.is_dir() else []
 
 
 def _hash(data: bytes) -> str:
