@@ -116,27 +116,24 @@ def _load(desc, where, NUM: gl.constexpr, DOWN: gl.constexpr, ready, blocks, fir
 
 
 @gluon.jit
-def _load_a(descs, ring, where, step, first, flags: gl.constexpr):
-    """Request A's blocks of the step along K that begins at ``first``."""
+def _load_a(descs, ring, where, step, i: gl.constexpr, k, flags: gl.constexpr):
+    """Request A's blocks at ``k``, the i-th along K of their step."""
     slot = step % flags.stages
-    for i in gl.static_range(flags.deep):
-        place = (where[0], where[1], first + i * SIDE)
-        number = flags.deep * flags.tall * slot + i
-        _load(descs[0], place, flags.tall, True, ring[2].index(slot), ring[0], number)
+    place = (where[0], where[1], k)
+    _load(descs[0], place, flags.tall, True, ring[2].index(slot), ring[0], flags.tall * (flags.deep * slot + i))
 
 
 @gluon.jit
-def _load_b(descs, ring, where, step, first, flags: gl.constexpr):
-    """Request B's blocks of the step along K that begins at ``first``."""
+def _load_b(descs, ring, where, step, i: gl.constexpr, k, flags: gl.constexpr):
+    """Request B's blocks at ``k``, the i-th along K of their step."""
     slot = step % flags.stages
-    batch = where[0] % descs[1].shape[0] if flags.symmetric and not flags.same else where[0]
-    for i in gl.static_range(flags.deep):
-        k = first + i * SIDE
-        number = flags.broad * (flags.deep * slot + i)
-        if flags.symmetric:
-            _load(descs[1], (batch, where[2], k), flags.broad, True, ring[2].index(slot), ring[1], number)
-        else:
-            _load(descs[1], (batch, k, where[2]), flags.broad, False, ring[2].index(slot), ring[1], number)
+    batch, column = where[0], where[2]
+    number = flags.broad * (flags.deep * slot + i)
+    if flags.symmetric:
+        b_batch = batch if flags.same else batch % descs[1].shape[0]
+        _load(descs[1], (b_batch, column, k), flags.broad, True, ring[2].index(slot), ring[1], number)
+    else:
+        _load(descs[1], (batch, k, column), flags.broad, False, ring[2].index(slot), ring[1], number)
 
 
 @gluon.jit
@@ -147,18 +144,19 @@ def _fill_ahead(descs, ring, where, K, flags: gl.constexpr):
     steps = gl.minimum((K + DEPTH - 1) // DEPTH, flags.stages)
     for step in range(steps):
         mbarrier.expect(ring[2].index(step), flags.deep * (flags.tall + flags.broad) * SIZE)
-        _load_a(descs, ring, where, step, step * DEPTH, flags)
+        for i in gl.static_range(flags.deep):
+            _load_a(descs, ring, where, step, i, step * DEPTH + i * SIDE, flags)
     wait_for_previous(K)
     for step in range(steps):
-        _load_b(descs, ring, where, step, step * DEPTH, flags)
+        for i in gl.static_range(flags.deep):
+            _load_b(descs, ring, where, step, i, step * DEPTH + i * SIDE, flags)
     return steps
 
 
 @gluon.jit
 def _produce(descs, ring, schedule, flags: gl.constexpr):
-    a_desc = descs[0]
     b_blocks, all_ready = ring[1], ring[2]
-    SIZE: gl.constexpr = a_desc.block_type.nbytes
+    SIZE: gl.constexpr = descs[0].block_type.nbytes
     DEPTH: gl.constexpr = flags.deep * SIDE
     K = schedule[3]
     where = _place(schedule, flags)
@@ -174,22 +172,21 @@ def _produce(descs, ring, schedule, flags: gl.constexpr):
         await_free(ring, step, flags.stages)
         if not flags.symmetric or flags.halved or not flags.same or row != column:
             mbarrier.expect(ready, flags.deep * (flags.tall + flags.broad) * SIZE)
-            _load_a(descs, ring, where, step, first, flags)
-            _load_b(descs, ring, where, step, first, flags)
+        elif not flags.banded:
+            mbarrier.expect(ready, 2 * SIZE)
+        elif quarter == 1 or flags.tall == 1:
+            mbarrier.expect(ready, 4 * SIZE)
         else:
-            if not flags.banded:
-                mbarrier.expect(ready, 2 * SIZE)
-            elif quarter == 1 or flags.tall == 1:
-                mbarrier.expect(ready, 4 * SIZE)
-            else:
-                mbarrier.expect(ready, 3 * SIZE)
-            _load_a(descs, ring, where, step, first, flags)
-            if flags.banded:
-                for i in gl.static_range(flags.deep):
-                    k = first + i * SIDE
-                    _load(a_desc, (batch, other_row, k), 1, True, ready, b_blocks, 2 * slot + i)
-                    if quarter == 1:
-                        _load(a_desc, (batch, other_column, k), 1, True, ready, b_blocks, 2 * slot + 1)
+            mbarrier.expect(ready, 3 * SIZE)
+        for i in gl.static_range(flags.deep):
+            k = first + i * SIDE
+            _load_a(descs, ring, where, step, i, k, flags)
+            if not flags.symmetric or flags.halved or not flags.same or row != column:
+                _load_b(descs, ring, where, step, i, k, flags)
+            elif flags.banded:
+                _load(descs[0], (batch, other_row, k), 1, True, ready, b_blocks, 2 * slot + i)
+                if quarter == 1:
+                    _load(descs[0], (batch, other_column, k), 1, True, ready, b_blocks, 2 * slot + 1)
         step += 1
     _produce_c(descs[2], ring, step, (batch, row, column, other_row, other_column), flags)
 
