@@ -239,6 +239,15 @@ def test_extreme_magnitudes(fmt: LowBitFormat) -> None:
         assert both_ends.tolist() == pytest.approx([largest, -largest], rel=1e-6)
 
 
+@every_preset
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+def test_a_block_that_ends_at_the_largest_number_stays_finite(fmt: LowBitFormat, stochastic: bool) -> None:
+    x = torch.randn(100, 16, generator=torch.Generator().manual_seed(0))
+    x = x / x.abs().amax(dim=1, keepdim=True) * torch.finfo(torch.float32).max
+    decoded = dequantize(quantize(x, fmt.with_(block_size=16), stochastic=stochastic))
+    assert decoded.isfinite().all()
+
+
 SHAPES = [(), (0,), (1,), (7,), (3, 0), (5, 33), (2, 3, 16), (4, 1)]
 
 

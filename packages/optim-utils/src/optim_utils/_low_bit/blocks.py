@@ -213,7 +213,8 @@ def decode_blocks(
     if fmt.has_offset:
         assert offset is not None
         half = codes.to(torch.float32) * (scale * 0.5) + offset.reshape(scale.shape) * 0.5
-        numbers = half * 2
+        # rounded up, half of the largest fp32 number would double to infinity
+        numbers = half.clamp(-_FP32_MAX / 2, _FP32_MAX / 2) * 2
     else:
         numbers = code_of(fmt).look_up(codes) * scale
         if fmt.companding == "sqrt":
