@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 
 
+class RequestError(ValueError):
+    """What the command line asks for cannot be done; the text says why, and what to do."""
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """The option for a file of the rows."""
     parser.add_argument("--json", help="write rows, machine and versions to this file")

@@ -11,12 +11,16 @@ It ends with a table and leaves ``curves.png``, ``results.json`` and a checkpoin
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -25,7 +29,8 @@ import torch.distributed as dist
 # Run as a script, Python's path starts at this folder; the modules are named from the one above.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.gpt.arms import SWEEP, TUNED
+from benchmarks.arguments import RequestError
+from benchmarks.gpt.arms import SWEEP, TUNED, newest_checkpoint
 from benchmarks.gpt.data import Corpus, load_corpus
 from benchmarks.gpt.display import Display
 from benchmarks.gpt.model import MODELS
@@ -33,12 +38,18 @@ from benchmarks.gpt.results import HEADER, Result, draw_curves, write_json
 from benchmarks.gpt.training import Settings, train
 from benchmarks.ranks import end_ranks
 from benchmarks.report import command, machine, versions
+from optim_dist.checkpoint import CheckpointError
 
 TITLES = {"muon": "Muon + AdamW (this project)", "adamw": "AdamW (torch.optim)"}
 
 
 def main(arguments: list[str] | None = None) -> list[Result]:
     options = _parse(arguments)
+    with _sole_run_in(options.out):
+        return _main(options)
+
+
+def _main(options: argparse.Namespace) -> list[Result]:
     device = _start_ranks(options.device)
     is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
     settings = _settings(options, device)
@@ -54,7 +65,7 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     folders = [_checkpoints(arm, lr, options) for arm, lr in runs]
     if not options.resume:
         _remove_earlier_run(folders, is_first_rank)
-    elif missing := [folder.name for folder in folders if not any(folder.glob("step-*"))]:
+    elif missing := [folder.name for (arm, _), folder in zip(runs, folders) if not newest_checkpoint(arm, folder)]:
         display.note(f"--resume found no {' and no '.join(missing)} in {options.out}: begins at step 0 there")
     results = [_run(arm, lr, settings, corpus, options, display) for arm, lr in runs]
     if is_first_rank and all(r.history.validation for r in results):
@@ -87,6 +98,23 @@ def _learning_rates(arm: str, options: argparse.Namespace) -> list[float]:
 
 def _checkpoints(arm: str, lr: float, options: argparse.Namespace) -> Path:
     return options.out / f"checkpoints-{f'{arm}-{lr:g}' if options.sweep else arm}"
+
+
+@contextmanager
+def _sole_run_in(folder: Path) -> Iterator[None]:
+    """Refuse a folder in which another run is under way: each would remove and replace what the other one writes."""
+    if int(os.environ.get("RANK", "0")):  # the first rank does so for all
+        yield
+        return
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RequestError(f"another run is under way in --out {folder}; wait for it, or give another --out") from None
+    try:
+        yield
+    finally:
+        os.close(opened)
 
 
 def _remove_earlier_run(folders: list[Path], is_first_rank: bool) -> None:
@@ -205,6 +233,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
             pass
     except OSError as error:
         parser.error(f"--out {options.out} cannot be written to: {error.strerror}")
+    if find_spec("matplotlib") is None:
+        parser.error("the curves are drawn by matplotlib, which is not installed: pip install matplotlib")
     return options
 
 
@@ -213,5 +243,21 @@ def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def _run_command() -> None:
+    """``main`` as a command, which says what a user can do something about in a line or two."""
+    try:
+        main()
+    except RequestError as error:
+        sys.exit(f"{Path(__file__).name}: error: {error}")
+    except CheckpointError as error:
+        sys.exit(
+            f"{Path(__file__).name}: error: {error}\ngive the options of the run that was interrupted; or remove "
+            f"{error.path}, to go on from the checkpoint before it; or leave out --resume"
+        )
+    except KeyboardInterrupt:
+        print("interrupted; --resume goes on from the last checkpoint", file=sys.stderr)
+        sys.exit(130)
+
+
 if __name__ == "__main__":
-    main()
+    _run_command()

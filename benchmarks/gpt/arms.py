@@ -48,7 +48,7 @@ class Arm(Protocol):
     optimizer: torch.optim.Optimizer
 
     def save(self, folder: Path, step: int, extra: dict[str, Any]) -> None: ...
-    def load_latest(self, folder: Path) -> dict[str, Any] | None: ...
+    def load(self, path: Path) -> dict[str, Any]: ...
 
 
 @dataclass
@@ -70,9 +70,8 @@ class MuonArm:
         checkpoint.save(folder / f"step-{step:06d}", self.model, self.optimizer, extra=extra)
         _keep_newest(folder)
 
-    def load_latest(self, folder: Path) -> dict[str, Any] | None:
-        path = checkpoint.latest(folder)
-        return None if path is None else checkpoint.load(path, self.model, self.optimizer)
+    def load(self, path: Path) -> dict[str, Any]:
+        return checkpoint.load(path, self.model, self.optimizer)
 
 
 @dataclass
@@ -98,14 +97,14 @@ class AdamWArm:
         unfinished.rename(folder / f"step-{step:06d}")
         _keep_newest(folder)
 
-    def load_latest(self, folder: Path) -> dict[str, Any] | None:
-        paths = sorted(folder.glob("step-*"))
-        if not paths:
-            return None
-        content = torch.load(paths[-1], map_location="cpu", weights_only=True)
-        self._bare.load_state_dict(content["model"])
-        self.optimizer.load_state_dict(content["optimizer"])
-        return content["extra"]
+    def load(self, path: Path) -> dict[str, Any]:
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            self._bare.load_state_dict(content["model"])
+            self.optimizer.load_state_dict(content["optimizer"])
+            return content["extra"]
+        except Exception as error:  # of many kinds, as the file may have anything in it
+            raise checkpoint.CheckpointError(path, [f"{type(error).__name__}: {error}"]) from error
 
     @property
     def _bare(self) -> nn.Module:
@@ -119,6 +118,11 @@ def build_arm(name: str, model: nn.Module, lr: float, *, beside_muon: float) -> 
     if name == "adamw":
         return AdamWArm.build(model, lr)
     raise ValueError(f"unknown arm {name!r}; known: muon, adamw")
+
+
+def newest_checkpoint(name: str, folder: Path) -> Path | None:
+    """What the arm called ``name`` can go on from in ``folder``."""
+    return checkpoint.latest(folder) if name == "muon" else max(folder.glob("step-*"), default=None)
 
 
 def _keep_newest(folder: Path, count: int = 2) -> None:

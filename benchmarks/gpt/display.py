@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
-from rich.table import Table
+from rich.table import Column, Table
 
 from benchmarks.gpt.training import History, Progress
 
@@ -25,7 +25,18 @@ class Display:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def table(self, header: list[str], rows: list[list[str]]) -> None:
-        table = Table(*header)
+        """The rows as a table, in which no word is broken, or as lines where the terminal is too narrow for that."""
+        columns = list(zip(header, *rows))
+        widths = [max(len(word) for text in column for word in text.split()) for column in columns]
+        room = self._console.width - sum(widths) - 3 * len(widths) - 1  # beside borders and spaces
+        if room < 0:
+            for row in rows:
+                self.note(", ".join(f"{name} {text}" for name, text in zip(header, row)))
+            return
+        for k, column in reversed(list(enumerate(columns))):  # numbers and units in one line rather than titles
+            more = min(room, max(map(len, column)) - widths[k])
+            widths[k], room = widths[k] + more, room - more
+        table = Table(*(Column(name, width=width) for name, width in zip(header, widths)))
         for row in rows:
             table.add_row(*row)
         self._console.print(table)

@@ -61,7 +61,9 @@ def write_json(path: Path, results: list[Result], about: dict[str, Any]) -> None
             for r in results
         ],
     }
-    path.write_text(json.dumps(content, indent=1))
+    unfinished = path.with_name(f".{path.name}")
+    unfinished.write_text(json.dumps(content, indent=1))
+    unfinished.replace(path)
 
 
 def draw_curves(path: Path, results: list[Result], title: str) -> None:
@@ -81,7 +83,9 @@ def draw_curves(path: Path, results: list[Result], title: str) -> None:
     axes.set(title=title, xlabel="step", ylabel="loss, nats a byte (line: training, dots: validation)")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=130)
+    unfinished = path.with_name(f".{path.name}")
+    figure.savefig(unfinished, dpi=130)
+    unfinished.replace(path)
     plt.close(figure)
 
 

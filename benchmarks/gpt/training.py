@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.gpt.arms import Arm, build_arm
+from benchmarks.arguments import RequestError
+from benchmarks.gpt.arms import Arm, build_arm, newest_checkpoint
 from benchmarks.gpt.clock import Stopwatch, peak_memory_bytes, reset_peak_memory
 from benchmarks.gpt.data import Corpus
 from benchmarks.gpt.model import GPT, GPTConfig, next_byte_loss
@@ -95,7 +96,8 @@ def train(
     torch.manual_seed(settings.seed)
     model = GPT(settings.config).to(settings.device)
     arm = build_arm(arm_name, model, lr, beside_muon=settings.beside_muon)
-    history = _restore(arm, checkpoints, curve) if resume else History()
+    saved = newest_checkpoint(arm_name, checkpoints) if resume else None
+    history = History() if saved is None else _restore(arm, saved, curve)
     validation = corpus.validation_batches(
         num_batches=settings.eval_batches, batch_size=settings.batch_size, context=settings.context
     )
@@ -127,17 +129,23 @@ def train(
     return history
 
 
-def _restore(arm: Arm, checkpoints: Path, curve: dict[str, Any]) -> History:
-    saved = arm.load_latest(checkpoints)
-    if saved is None:
-        return History()
-    differing = {name: (value, curve.get(name)) for name, value in saved["curve"].items() if value != curve.get(name)}
+def _restore(arm: Arm, checkpoint: Path, curve: dict[str, Any]) -> History:
+    saved = arm.load(checkpoint)
+    try:
+        then, history = saved["curve"], History(**saved["history"])
+    except (KeyError, TypeError) as error:
+        raise RequestError(
+            f"{checkpoint} is not of this version of the program: {type(error).__name__}: {error}; leave out --resume"
+        ) from error
+    differing = [
+        f"{name} was {value}, now {curve.get(name)}" for name, value in then.items() if value != curve.get(name)
+    ]
     if differing:
-        listed = ", ".join(f"{name} was {then}, now {now}" for name, (then, now) in differing.items())
-        raise ValueError(
-            f"{checkpoints} belongs to another run: {listed}; give the same settings, or leave out --resume"
+        raise RequestError(
+            f"{checkpoint.parent} belongs to another run: {', '.join(differing)}; give the same settings, or leave out "
+            "--resume"
         )
-    return History(**saved["history"])
+    return history
 
 
 def _step(arm: Arm, inputs: Tensor, targets: Tensor, settings: Settings) -> tuple[Tensor, Callable[[], float]]:

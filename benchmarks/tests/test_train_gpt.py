@@ -1,6 +1,10 @@
 """The main job at a tiny size: it trains, resumes to the same curve, and is the same on two ranks."""
 
+import fcntl
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +13,11 @@ import pytest
 import torch
 
 from benchmarks import train_gpt
+from benchmarks.arguments import RequestError
+from benchmarks.gpt import data
 from benchmarks.gpt.data import load_corpus
+from benchmarks.gpt.display import Display
+from benchmarks.gpt.results import HEADER
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--model", "tiny", "--steps", "12", "--batch-size", "4", "--context", "32", "--eval-batches", "2"]
@@ -53,6 +61,19 @@ def test_table_bar_and_curves_are_written(tmp_path: Path, capsys: pytest.Capture
     assert "validation loss" in printed
     assert "tok/s" in printed
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("width", [140, 80, 40])
+def test_narrow_terminals_show_every_word(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = ["Muon + AdamW (this project)", "0.02", "2.441", "3.7 s", "59.61 ms", "32.2 %", "1028 MiB"]
+    display = Display(enabled=True)
+    monkeypatch.setattr(display._console, "_width", width)
+    display.table(HEADER, [row])
+    printed = capsys.readouterr().out
+    assert {word for text in HEADER + row for word in text.split()} <= set(re.split(r"[\s,┃│]+", printed))
+    assert width < 80 or {len(line) for line in printed.splitlines()} <= set(range(width + 1))
 
 
 def test_resumed_run_gives_the_same_curve(tmp_path: Path, one_rank: dict, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,6 +124,54 @@ def test_resuming_with_another_text_is_refused(tmp_path: Path) -> None:
         train_gpt.main([*arguments, "--data", str(texts[1]), "--resume"])
     moved = texts[0].rename(tmp_path / "moved.txt")
     train_gpt.main([*arguments, "--data", str(moved), "--resume"])
+
+
+@pytest.mark.parametrize("arm", ["muon", "adamw"])
+def test_damaged_checkpoint_is_named_with_what_to_do(
+    arm: str, tmp_path: Path, one_rank: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--arms", arm, "--save-every", "5", "--resume"]
+    run(tmp_path, *arguments, "--stop-at", "5")
+    run(tmp_path, *arguments, "--stop-at", "7")
+    newest = tmp_path / f"checkpoints-{arm}" / "step-000007"
+    for file in newest.iterdir() if newest.is_dir() else [newest]:
+        file.write_bytes(b"damaged")
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *TINY, "--device", "cpu", "--out", str(tmp_path), *arguments])
+    with pytest.raises(
+        SystemExit, match=f"(?s)error: checkpoint {newest} was not loaded:.*or remove {newest}, to go on"
+    ):
+        train_gpt._run_command()
+    shutil.rmtree(newest) if newest.is_dir() else newest.unlink()
+    assert losses(run(tmp_path, *arguments))[arm] == losses(one_rank)[arm]
+
+
+def test_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
+    arguments = ["--arms", "adamw", "--stop-at", "2"]
+    run(tmp_path, *arguments)
+    path = tmp_path / "checkpoints-adamw" / "step-000002"
+    content = torch.load(path)
+    content["extra"]["history"]["later"] = 1
+    torch.save(content, path)
+    with pytest.raises(RequestError, match=r"step-000002 is not of this version .*'later'; leave out --resume"):
+        run(tmp_path, *arguments, "--resume")
+
+
+def test_folder_that_is_no_checkpoint_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "checkpoints-muon" / "step-000100").mkdir(parents=True)
+    run(tmp_path, "--resume", "--arms", "muon")
+    assert f"--resume found no checkpoints-muon in {tmp_path}: begins at step 0 there\n" in capsys.readouterr().out
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
+    earlier = tmp_path / "checkpoints-muon"
+    earlier.mkdir()
+    other = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(RequestError, match=f"another run is under way in --out {tmp_path}"):
+        run(tmp_path)
+    assert earlier.exists()
+    os.close(other)
+    run(tmp_path, "--arms", "adamw")
 
 
 def test_finished_run_resumes_to_itself(tmp_path: Path, one_rank: dict) -> None:
@@ -182,6 +251,43 @@ def test_a_batch_that_ranks_cannot_share_removes_nothing(
         train_gpt.main([*TINY, "--device", "cpu", "--out", str(tmp_path)])
     assert "--batch-size must be a multiple of the number of ranks, 3, got 4" in capsys.readouterr().err
     assert earlier.exists()
+
+
+def test_what_draws_the_curves_is_missed_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_gpt, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        train_gpt.main([*TINY, "--device", "cpu", "--out", str(tmp_path)])
+    assert "matplotlib, which is not installed" in capsys.readouterr().err
+
+
+def test_few_files_have_text_on_both_sides(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name * 500)
+    corpus = load_corpus(tmp_path, context=32)
+    assert bytes(corpus.train) == b"a" * 500 + b"b" * 500 + b"c" * 350
+    assert bytes(corpus.validation) == b"c" * 150
+
+
+def test_text_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("a" * 500)
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(RequestError, match=f"--data {tmp_path} cannot be read: .*Permission denied"):
+        load_corpus(tmp_path, context=32)
+
+
+def refuse(*arguments: object) -> None:
+    raise PermissionError(13, "Permission denied")
+
+
+def test_large_text_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "_MAX_BYTES", 1000)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name[0] * 900)
+    assert bytes(load_corpus(tmp_path, context=32).train) == b"a" * 900
+    (tmp_path / "a.txt").write_text("a" * 2000)
+    assert len(load_corpus(tmp_path, context=32).train) == 900
 
 
 def test_too_little_text_is_named(tmp_path: Path) -> None:
