@@ -511,3 +511,52 @@ def test_what_has_no_gradients_to_clip_is_refused(given):
         clip_grad_norm_(given, 1.0)
     with pytest.raises(ValueError, match=r"clip_grad_norm_ got no parameters; .* lists its parameters once"):
         clip_grad_norm_([], 1.0)
+
+
+# what becomes of an option of a group, by its number
+NOT_TO_BE_STEPPED = {
+    "lr of Muon": (0, "lr", "1e-3", TypeError, "lr must be a number or a 1-element tensor, got '1e-3'"),
+    "lr of the next": (1, "lr", None, TypeError, "lr must be a number or a 1-element tensor, got None"),
+    "momentum": (1, "momentum", "0.9", TypeError, "momentum must be a number or a 1-element tensor, got '0.9'"),
+    "steps": (1, "ns_steps", 2.5, ValueError, "steps must be an int from 0 to 99, got 2.5"),
+    "switch": (0, "nesterov", "no", ValueError, "nesterov must be True or False, got 'no'"),
+    "choice": (1, "missing_grad", "never", ValueError, "missing_grad must be one of .* got 'never'"),
+    "lr of AdamW": (2, "lr", torch.ones(2), ValueError, r"Tensor lr must be 1-element, got shape \(2,\)"),
+    "betas": (2, "betas", (0.9,), ValueError, r"betas must be a pair, got \(0.9,\)"),
+    "maximize": (2, "maximize", "yes", ValueError, "maximize must be True or False, got 'yes'"),
+}
+
+
+def refuse_before_anything_changes(rank, world_size, options):
+    """One rank's groups, all ranks' alike, are told what no update can take: it may be put right, and stepped."""
+    device = device_of(rank) if dist.is_initialized() else "cpu"
+    parameters = [nn.Parameter(normal((4, 4), 31, number).to(device)) for number in range(4)]
+    muon = [{"kind": "muon", "params": parameters[:2]}, {"kind": "muon", "params": parameters[2:3]}]
+    optimizer = TritonDistMuonAdamW([*muon, {"kind": "adamw", "params": parameters[3:]}], **options)
+
+    def step(seed):
+        for number, p in enumerate(parameters):
+            p.grad = normal((4, 4), seed, number).to(device)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(1)
+    for number, key, value, error, message in NOT_TO_BE_STEPPED.values():
+        group, before = optimizer.param_groups[number], [p.detach().clone() for p in parameters]
+        group[key], kept = value, group[key]
+        with pytest.raises(error, match=rf"^param_groups\[{number}\]: {message}"):
+            step(2)
+        assert all(map(torch.equal, parameters, before)), key
+        group[key] = kept
+    lr = optimizer.param_groups[1].pop("lr")
+    with pytest.raises(KeyError, match=r"param_groups\[1\] has lost its 'lr'"):
+        step(2)
+    optimizer.param_groups[1]["lr"] = lr
+    step(3)
+    assert all(not torch.equal(p, was) for p, was in zip(parameters, before))
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulation_steps": 1}], ids=["at the step", "under backward"])
+def test_what_no_update_can_take_is_refused_before_any_update(options):
+    refuse_before_anything_changes(0, 1, options)
+    run_ranks(refuse_before_anything_changes, 2, options)

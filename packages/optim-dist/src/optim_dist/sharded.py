@@ -118,7 +118,8 @@ class UnbucketedParameters:
         update: Callable[[RouteName, list[Item]], None],
     ) -> None:
         """Update parameters that have a gradient, or whose group takes a missing one for zeros."""
-        whole: dict[RouteName, list[Item]] = {"adamw": [], "muon": []}
+        # Muon first, which may refuse more
+        whole: dict[RouteName, list[Item]] = {"muon": [], "adamw": []}
         exchanged = []
         gradients = self._gradients.of([member.entry for member in self._members])
         for member, gradient in zip(self._members, gradients, strict=True):

@@ -8,7 +8,9 @@ from optim_kernels._newton_schulz.config import Tiles
 from optim_kernels._optimizers.kinds import CURRENT_VARIANT, completed_group, muon_defaults
 from optim_kernels._optimizers.muon_entries import MuonEntry, init_state
 from optim_kernels._optimizers.muon_options import (
+    check_choices,
     check_group,
+    check_muon_scalars,
     check_param,
     given_options,
     ns_config_of,
@@ -17,16 +19,20 @@ from optim_kernels._optimizers.muon_options import (
     view_of,
 )
 from optim_kernels._optimizers.muon_planner import MuonPlanner
+from optim_kernels._optimizers.muon_steady import KnownOptions
 from optim_kernels.functional._muon_workspace import Workspace, workspace_for
 from optim_kernels.states import make_groups_plain, with_dtypes
 
 __all__ = [
     "CURRENT_VARIANT",
+    "KnownOptions",
     "MuonEntry",
     "MuonPlanner",
     "Tiles",
     "Workspace",
+    "check_choices",
     "check_group",
+    "check_muon_scalars",
     "check_param",
     "completed_group",
     "given_options",

@@ -32,6 +32,7 @@ from optim_dist._optimizers import step_checks
 from optim_dist._optimizers.construction import local
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.explain import Explanation, explain
+from optim_dist._optimizers.group_checks import GroupChecks
 from optim_dist._optimizers.kept_items import KeptItems
 from optim_dist._optimizers.multipliers import ScaledGroups, given_multipliers
 from optim_dist._optimizers.norm import check_norm_type, norm_over_ranks
@@ -59,6 +60,7 @@ class DistOptimizer(StatefulOptimizer):
 
     grad_norm: Tensor | None
     _factor: Tensor | None  # clip factor for the next step
+    _group_checks: GroupChecks
     _scaled_groups: ScaledGroups
     _kept: KeptItems | None  # items of the buckets
     _caches: dict[tuple[RouteName, object], dict[Any, Any]]  # a route's own, one for all that it updates together
@@ -68,6 +70,7 @@ class DistOptimizer(StatefulOptimizer):
         self._caches = {}
         self._workspace = workspace_for(self._options.ns_workspace_mb)
         self._kept = None
+        self._group_checks = GroupChecks()
         self._scaled_groups = ScaledGroups()
         self._factor = None
         self.grad_norm = None
@@ -148,6 +151,7 @@ class DistOptimizer(StatefulOptimizer):
         step_checks.check_listed(self.param_groups, self._listed)
         self._places.check()
         self._planned_views.check(self.param_groups, self._views)
+        self._group_checks.check(self.param_groups, self._routes_of_groups)
         self._scaled_groups.follow(self._entries)
         step_checks.check_left_out(self._left_out)
         self._bucketed.check()

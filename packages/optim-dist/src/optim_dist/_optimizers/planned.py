@@ -95,6 +95,7 @@ class PlannedOptimizer(LiveOptimizer):
         self._unbucketed = UnbucketedParameters(self._communicator, self._options)
         self.plan = Plan(self._communicator.world_size, (), ())
         self._entries: list[Entry] = []
+        self._routes_of_groups: dict[int, RouteName] = {}  # of groups with entries
         self._gradient_dtypes = GradientDtypes(self._options.grad_dtype)
         weakref.finalize(self, self._gradient_dtypes.put_back).atexit = False
         self._planned_views = PlannedViews()
@@ -148,6 +149,7 @@ class PlannedOptimizer(LiveOptimizer):
             self._bucketed.extend(plan, entries)
         self._unbucketed.extend(plan.parameters, entries, meshes)
         self.plan, self._entries = plan, entries
+        self._routes_of_groups = {entry.group: entry.route for entry in entries}
         self._listed = [list(group["params"]) for group in self.param_groups]
         self._places = Places(self._options.model, entries)
         self._planned_views.note(self.param_groups, self._views)

@@ -19,7 +19,7 @@ from optim_kernels._impl import PLAIN_TYPES, check_impl
 from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
 from optim_kernels._newton_schulz.config import NSConfig, config_of, hashable
 from optim_kernels._optimizers.storage import MOMENT_DTYPES, check_dtype, check_master, check_master_weights
-from optim_kernels._options import check_scalars, check_seed, check_switches
+from optim_kernels._options import are_numbers, check_scalars, check_seed, check_switches
 from optim_kernels.reference.muon import MuonRule, ScaleRule
 from optim_utils.param_groups import MatrixView
 
@@ -60,6 +60,8 @@ OUR_DEFAULTS: dict[str, Any] = {
     "impl": "auto",
 }
 DEFAULTS: dict[str, Any] = {**TORCH_DEFAULTS, **OUR_DEFAULTS}
+# Read anew in every step; beta2 only as long as it stays None, or stays a number.
+HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "beta2")
 
 _KELLER: dict[str, Any] = {
     **DEFAULTS,
@@ -153,7 +155,7 @@ def check_group(group: Mapping[str, Any], *, loaded: bool = False) -> None:
 
 
 def _check_ranges(group: Mapping[str, Any], *, least: float) -> None:
-    _check_numbers(group)
+    check_muon_scalars(group)
     if not float(group["lr"]) >= least:
         raise ValueError(f"Learning rate should be >= 0 but is: {group['lr']}")
     if not group["momentum"] >= least:
@@ -165,16 +167,21 @@ def _check_ranges(group: Mapping[str, Any], *, least: float) -> None:
         raise ValueError(f"beta2 should be None or in [0, 1) but is: {beta2}")
 
 
-def _check_numbers(group: Mapping[str, Any]) -> None:
-    """Raise where a hyperparameter is not a number."""
-    check_scalars(lr=group["lr"], momentum=group["momentum"], weight_decay=group["weight_decay"])
-    if group["beta2"] is not None:
-        check_scalars(beta2=group["beta2"])
+def check_muon_scalars(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The group's hyperparameters, in the order of ``HYPERPARAMETERS``, with 0 for a ``beta2`` that is None.
+
+    Raises where one is not a number; values on a device are not read. Fast for Python numbers, as every step calls it.
+    """
+    beta2 = group["beta2"]
+    scalars = (group["lr"], group["weight_decay"], group["momentum"], 0.0 if beta2 is None else beta2)
+    if not are_numbers(scalars):
+        check_scalars(**dict(zip(HYPERPARAMETERS, scalars)))
+    return scalars
 
 
 def check_choices(group: Mapping[str, Any]) -> None:
     """`check_group` without the ranges of numbers, which for tensors on the device cost a synchronisation."""
-    _check_numbers(group)
+    check_muon_scalars(group)
     check_switches(**{option: group[option] for option in _SWITCHES})
     if group["adjust_lr_fn"] not in _ADJUST_LR_FNS:
         raise ValueError(

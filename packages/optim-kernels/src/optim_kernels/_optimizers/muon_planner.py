@@ -23,8 +23,8 @@ from optim_kernels._optimizers.muon_batches import (
     step_options_of,
 )
 from optim_kernels._optimizers.muon_entries import step_entries
-from optim_kernels._optimizers.muon_steady import HYPERPARAMETERS, Groups, KnownOptions, State, SteadyStep
-from optim_kernels._options import are_numbers, check_scalars
+from optim_kernels._optimizers.muon_options import check_muon_scalars
+from optim_kernels._optimizers.muon_steady import Groups, KnownOptions, State, SteadyStep
 from optim_kernels.reference.storage import gradient_scale
 
 if TYPE_CHECKING:
@@ -215,12 +215,4 @@ class MuonPlanner:
 
 def _hypers_of(groups: Groups) -> list[tuple[Any, ...]]:
     """The groups' hyperparameters; raises if one is not a number, so call it before anything is updated."""
-    hypers = []
-    for group in groups:
-        beta2 = group["beta2"]
-        # in the order of HYPERPARAMETERS; values on the device are not read
-        hyper = (group["lr"], group["weight_decay"], group["momentum"], 0.0 if beta2 is None else beta2)
-        if not are_numbers(hyper):
-            check_scalars(**dict(zip(HYPERPARAMETERS, hyper)))
-        hypers.append(hyper)
-    return hypers
+    return list(map(check_muon_scalars, groups))

@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from optim_kernels._optimizers.muon_entries import MuonEntry
-from optim_kernels._optimizers.muon_options import DEFAULTS
+from optim_kernels._optimizers.muon_options import DEFAULTS, HYPERPARAMETERS
 from optim_kernels._optimizers.private_state import KnownStates
 from optim_kernels.multi_tensor import KnownAddresses, KnownKinds
 
 if TYPE_CHECKING:
     from optim_kernels.functional.muon_plan import MuonPlan
 
-# Read anew in every step; beta2 only as long as it stays None, or stays a number.
-HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "beta2")
 _options = itemgetter(*(key for key in DEFAULTS if key not in HYPERPARAMETERS))
 _grad = attrgetter("grad")
 
