@@ -62,6 +62,22 @@ def test_what_is_loaded_in_inference_mode_is_stepped_outside(kind: str, is_read_
     assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_that_a_step_in_inference_mode_makes_are_stepped_outside(kind: str, impl: str) -> None:
+    (p,), (q,) = (random_parameters((8, 6)) for _ in range(2))
+    optimizer, other = KINDS[kind](p), KINDS[kind](q)
+    for group in (*optimizer.param_groups, *other.param_groups):
+        group["impl"] = impl
+    for mode in (torch.inference_mode, torch.no_grad):
+        for each, param, around in ((optimizer, p, torch.no_grad), (other, q, mode)):
+            give_gradients(param, seed=0)
+            with around():
+                each.step(clip_factor=torch.tensor(0.5))
+    assert not any(value.is_inference() for value in other.state[q].values())
+    assert torch.equal(p, q)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_that_lacks_something_is_refused_and_leaves_the_optimizer(kind: str) -> None:
     """It would begin anew in silence, or fail in the step."""

@@ -40,6 +40,7 @@ from optim_kernels._optimizers.adamw_torch import check_step, step_with_torch
 from optim_kernels._optimizers.explaining import launches_line, log_fallback, text_table
 from optim_kernels._optimizers.fitting import refuse
 from optim_kernels._optimizers.group_clipping import check_clipping, check_here, clipping_of_step, norm_and_factor
+from optim_kernels._optimizers.inference import out_of_inference_mode
 from optim_kernels._optimizers.plain_options import with_dtype_names
 from optim_kernels._optimizers.private_state import PrivateState
 from optim_kernels._optimizers.stepping import (
@@ -271,6 +272,7 @@ class TritonAdamW(PrivateState, TorchAdamW):
         if prepared.followed:
             self._writes.note_step(prepared.followed)
 
+    @out_of_inference_mode
     def _prepare(self, params: list[Tensor], grads: list[Tensor | None]) -> PreparedStep:
         """Sort the parameters that have gradients by what updates them, make their states, and plan the launch."""
         names = self._parameter_names()

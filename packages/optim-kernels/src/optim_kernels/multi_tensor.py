@@ -171,6 +171,11 @@ class DeviceTable:
             self._content = content
         return is_new
 
+    @torch.inference_mode(False)
+    def part(self, start: int, stop: int | None = None, *, dtype: torch.dtype = torch.int64) -> Tensor:
+        """The words from ``start`` to ``stop`` as numbers of ``dtype``, which can be written in and out of any mode."""
+        return self.words[start:stop].view(dtype)
+
     def keep_for_graph(self) -> None:
         """Take note that a launch which reads ``words`` is being captured."""
         self._captured = True

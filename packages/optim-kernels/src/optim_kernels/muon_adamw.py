@@ -27,6 +27,7 @@ from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
 from optim_kernels._optimizers.explaining import launches_line, text_table
 from optim_kernels._optimizers.fitting import refuse, what_is_missing, why_unfit
 from optim_kernels._optimizers.group_clipping import check_clipping, check_here, clipping_of_step, norm_and_factor
+from optim_kernels._optimizers.inference import out_of_inference_mode
 from optim_kernels._optimizers.kinds import completed_group
 from optim_kernels._optimizers.muon_base import MuonOptimizer
 from optim_kernels._optimizers.muon_entries import check_state_in_capture
@@ -192,6 +193,7 @@ class TritonMuonAdamW(MuonOptimizer):
                 **scaling,  # type: ignore[arg-type]
             )
 
+    @out_of_inference_mode
     def _prepare_adamw(
         self, groups: list[dict[str, Any]], params: list[Tensor], grads: list[Tensor | None]
     ) -> PreparedStep:

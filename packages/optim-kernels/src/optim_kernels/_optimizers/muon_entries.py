@@ -12,6 +12,7 @@ from torch import Tensor
 from optim_kernels._dtensors import local, spread_as
 from optim_kernels._impl import PLAIN_TYPES
 from optim_kernels._optimizers.fitting import refuse, why_unfit
+from optim_kernels._optimizers.inference import out_of_inference_mode
 from optim_kernels._optimizers.muon_options import check_choices, check_param, ns_config_of, rule_of, view_of
 from optim_kernels._optimizers.storage import (
     MASTERS,
@@ -98,6 +99,7 @@ class MuonEntry:
     index: int  # among the parameters of all groups: it chooses the bits of stochastic rounding
 
 
+@out_of_inference_mode
 def entries_of(
     group: Mapping[str, Any],
     state: Mapping[Tensor, dict[str, Any]],

@@ -275,8 +275,9 @@ class AdamWLaunch:
 
     def _upload(self) -> None:
         if self._changing.update(self._grad_rows + self._scalar_rows):
-            words, split = self._changing.words, len(self._grad_rows) // 8
-            self._grads_view, self._scalars_view = words[:split], words[split:].view(torch.float64)
+            split = len(self._grad_rows) // 8
+            self._grads_view = self._changing.part(0, split)
+            self._scalars_view = self._changing.part(split, dtype=torch.float64)
         self._is_uploaded = not is_capturing(self._device)
 
 

@@ -54,11 +54,10 @@ class StepInputs:
         kinds = bytes(are_tensors) + bytes(-len(are_tensors) % 8)
         is_new = self._table.update(self._addresses + numbers.tobytes() + kinds)
         if is_new:
-            rows, columns = self._shape
-            words, split = self._table.words, self._num_addresses
-            floats = words[split : split + len(numbers) // 2].view(torch.float32)
-            self.grads, self.hyper = words[:split], floats[:-2].view(rows, columns)
-            self.control, self._floats = floats[-2:], floats
+            split = self._num_addresses
+            self.grads = self._table.part(0, split)
+            self._floats = self._table.part(split, split + len(numbers) // 2, dtype=torch.float32)
+            self.hyper, self.control = self._floats[:-2].view(self._shape), self._floats[-2:]
         for place, (value, is_tensor) in enumerate(zip(values, are_tensors)):
             if is_tensor:
                 self._floats[place].copy_(value.reshape(()))
