@@ -58,7 +58,8 @@ def test_a_table_made_in_inference_mode_is_written_outside_of_it() -> None:
         table.update(words(1, 2))
         halves = table.part(1, dtype=torch.int32)
     made = table.words
-    assert not made.is_inference() and not halves.is_inference()
+    assert not made.is_inference()
+    assert not halves.is_inference()
     assert not table.update(words(3, 4))
     assert table.words is made
     assert made.tolist() == [3, 4]
