@@ -151,6 +151,13 @@ def test_what_makes_no_plan_is_refused():
         make_plan({"w": (2,)}, [{"kind": "sgd", "params": ["w"]}], 2)
     with pytest.raises(ValueError, match="w: kind must be 'adamw' or 'muon', got None"):
         make_plan({"w": (2,)}, [{"params": ["w"]}], 2)
+    with pytest.raises(ValueError, match=r"w: a shape lists whole numbers of at least 0, got \(2, -3\)"):
+        make_plan({"w": (2, -3)}, [{"kind": "adamw", "params": ["w"]}], 2)
+    with pytest.raises(ValueError, match=r"w: a shape lists whole numbers of at least 0, got \(2\.5,\)"):
+        make_plan({"w": (2.5,)}, [{"kind": "adamw", "params": ["w"]}], 2)
+    for option in ("dtype", "grad_dtype", "reduce_dtype"):
+        with pytest.raises(ValueError, match=f"^{option} must be one of .*, got 'bf16'"):
+            make_plan({"w": (2,)}, [{"kind": "adamw", "params": ["w"]}], 2, **{option: "bf16"})
     with pytest.raises(ValueError, match="world_size"):
         plan_parameters([ParameterSpec("w", (2,), (1,), torch.float32, "adamw")], 0)
     with pytest.raises(ValueError, match=r"world_size must be a whole number of at least 1, got 2\.5"):

@@ -121,6 +121,13 @@ def what_has_no_place_in_a_bucket_is_refused(rank, world_size):
         TritonDistAdamW([("a", expanded)])
     with pytest.raises(ValueError, match="only dense real"):
         TritonDistAdamW([("a", complex_valued)])
+    codes = nn.Parameter(torch.ones(2, device=device).to(torch.float8_e4m3fn))
+    with pytest.raises(
+        ValueError, match=r"a: torch\.float8_e4m3fn, but parameters are updated in one of .*; freeze"
+    ):
+        TritonDistAdamW([("a", codes)])
+    with pytest.raises(ValueError, match=r"0\.weight: its shape is not known yet; run its lazy module first"):
+        TritonDistAdamW(nn.Sequential(nn.LazyLinear(2, device=device)).named_parameters())
     with pytest.raises(ValueError, match="give it to AdamW"):
         TritonDistMuon([("bias", nn.Parameter(torch.ones(3, device=device)))])
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2).to(device))

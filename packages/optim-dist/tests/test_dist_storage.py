@@ -1,6 +1,7 @@
 """How AdamW stores its state: moments' dtypes, masters, rounding at random; the same bits at any number of ranks."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -300,6 +301,21 @@ def test_an_unknown_option_is_refused_in_the_name_of_the_optimizer(build, reques
     name = request.node.callspec.id
     with pytest.raises(TypeError, match=rf"^{name} got an unexpected keyword argument 'fused'; .* takes model, mesh, "):
         build(fused=True)
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "option"),
+    [
+        (TritonDistMuon, {"master_weights": "fp32"}),
+        (TritonDistMuonAdamW, {"master_weights": "fp32"}),
+        (TritonDistMuonAdamW, {"betas": (0.9, 0.95)}),
+    ],
+)
+def test_an_option_of_groups_alone_is_refused_with_where_it_belongs(optimizer_class, option):
+    matrix, ((name, value),) = nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16)), option.items()
+    message = f"takes {name} as an option of its groups: write {{'params': ..., '{name}': {value!r}}}"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        optimizer_class([{"kind": "muon", "params": [matrix]}], **option)
 
 
 @pytest.mark.parametrize(

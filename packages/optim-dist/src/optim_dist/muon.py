@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, ClassVar, Unpack
 
 from torch import Tensor
@@ -92,6 +92,7 @@ class TritonDistMuon(DistOptimizer):
     """
 
     _routes: ClassVar[Mapping[RouteName, Route]] = {"muon": MuonRoute()}
+    _group_options: ClassVar[Set[str]] = muon_defaults("torch").keys()
 
     _beta2: float | None = None  # the constructor's argument; ``defaults`` may have the variant's
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, ClassVar, Unpack
 
 from optim_dist._optimizers.base import DistOptimizer
@@ -11,7 +11,7 @@ from optim_dist._optimizers.shards import Route
 from optim_dist.adamw import AdamWRoute, check_adamw
 from optim_dist.muon import MuonRoute, check_muon_group, muon_views
 from optim_dist.plan import RouteName
-from optim_kernels.muon_groups import CURRENT_VARIANT, completed_group
+from optim_kernels.muon_groups import CURRENT_VARIANT, completed_group, muon_defaults
 from optim_utils.param_groups import MatrixView
 
 
@@ -27,6 +27,7 @@ class TritonDistMuonAdamW(DistOptimizer):
     """
 
     _routes: ClassVar[Mapping[RouteName, Route]] = {"muon": MuonRoute(), "adamw": AdamWRoute()}
+    _group_options: ClassVar[Set[str]] = {*muon_defaults("torch"), "betas", "amsgrad", "state_dtype"}
 
     def __init__(
         self,

@@ -29,6 +29,7 @@ from optim_dist._plain_names import plain_names
 
 RouteName = Literal["adamw", "muon"]  # the update that a parameter takes: what its group calls ``kind``
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of parameters, gradients and their sums
 MATRIX_ALIGNMENT = 256  # bytes, for matrix products on the weights
 VECTOR_ALIGNMENT = 16  # bytes
 FORMAT = "optim-dist.plan/1"

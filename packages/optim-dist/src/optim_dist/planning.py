@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from optim_dist._dealing import Matrix, deal
-from optim_dist.plan import BucketPlan, ParameterSpec, Plan, Slot
+from optim_dist.plan import DTYPES, BucketPlan, ParameterSpec, Plan, Slot
 from optim_kernels.adamw_groups import CODE_BLOCK, has_codes
 
 CHUNK_ALIGNMENT = 128  # elements
@@ -41,9 +41,12 @@ def make_plan(
         reduce_dtype: of gradients on the wire; their own if None.
 
     Raises:
-        ValueError: for an unknown kind or name, a Muon parameter that is no matrix, a name that is listed twice, and
-            numbers out of range.
+        ValueError: for an unknown kind or name, a Muon parameter that is no matrix, a name that is listed twice, a
+            shape or dtype that no parameter has, and numbers out of range.
     """
+    for option, value in {"dtype": dtype, "grad_dtype": grad_dtype, "reduce_dtype": reduce_dtype}.items():
+        if value not in DTYPES and (value is not None or option == "dtype"):
+            raise ValueError(f"{option} must be one of {DTYPES}, got {value!r}")
     order = {name: position for position, name in enumerate(named_shapes)}
     specs = []
     group_of: dict[str, int] = {}
@@ -54,12 +57,19 @@ def make_plan(
             if name in group_of:
                 raise ValueError(f"group {index} lists {name!r}, which group {group_of[name]} has already")
             group_of[name] = index
-            shape = tuple(int(size) for size in named_shapes[name])
+            shape = _checked_shape(name, named_shapes[name])
             kind: Any = group.get("kind")
             block = code_block(group, torch.empty(shape, device="meta")) if kind == "adamw" else 1
             specs.append(ParameterSpec(name, shape, contiguous_stride(shape), dtype, kind, index, block=block))
     specs.sort(key=lambda spec: order[spec.name])
     return plan_parameters(specs, world_size, bucket_mb=bucket_mb, grad_dtype=grad_dtype, reduce_dtype=reduce_dtype)
+
+
+def _checked_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    sizes = tuple(shape)
+    if not all(isinstance(size, Integral) and size >= 0 for size in sizes):
+        raise ValueError(f"{name}: a shape lists whole numbers of at least 0, got {sizes}")
+    return tuple(map(int, sizes))
 
 
 def code_block(group: Mapping[str, Any], parameter: torch.Tensor) -> int:

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.multipliers import multiplier_faults
 from optim_dist._optimizers.options import Options
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.groups import device_types
-from optim_dist.plan import ParameterSpec, RouteName
+from optim_dist.plan import DTYPES, ParameterSpec, RouteName
 from optim_kernels.multi_tensor import is_dense
 from optim_redist import Layout, Mesh
 from optim_redist.errors import RedistError
@@ -216,8 +217,15 @@ def _findings(found: Sequence[Entry], communicator: Communicator, options: Optio
                 f"{name}: a parameter of FullyShardedDataParallel, which reduces and cuts gradients itself; pass the "
                 "plain model, or use fully_shard"
             )
-        if parameter.layout is not torch.strided or parameter.dtype.is_complex:
+        if is_lazy(parameter):
+            findings.append(f"{name}: its shape is not known yet; run its lazy module first")
+        elif parameter.layout is not torch.strided or parameter.dtype.is_complex:
             findings.append(f"{name}: {parameter.layout} {parameter.dtype}; only dense real parameters are supported")
+        elif parameter.dtype not in DTYPES:
+            findings.append(
+                f"{name}: {parameter.dtype}, but parameters are updated in one of {DTYPES}; freeze it "
+                "(requires_grad=False) or leave it out"
+            )
         elif isinstance(parameter, DTensor):
             findings += _placement_findings(name, parameter)
             if options.is_tree:

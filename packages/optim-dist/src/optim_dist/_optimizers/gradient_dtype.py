@@ -11,9 +11,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from optim_dist.plan import DTYPES
+
 # since torch 2.10
 IS_SUPPORTED = hasattr(Tensor, "grad_dtype")
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_grad_dtype(dtype: object) -> None:

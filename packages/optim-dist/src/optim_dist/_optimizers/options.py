@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from typing import Any, Literal, TypedDict
@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from optim_dist._optimizers.gradient_dtype import DTYPES, check_grad_dtype
+from optim_dist._optimizers.gradient_dtype import check_grad_dtype
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.grid import GridCommunicator
 from optim_dist._reduction.peers import PeerCommunicator
 from optim_dist._reduction.tree import is_power_of_two
-from optim_dist.plan import BucketPlan
+from optim_dist.plan import DTYPES, BucketPlan
 from optim_dist.planning import check_positive
 from optim_kernels.muon_groups import MuonPlanner, Tiles, Workspace, workspace_for
 
@@ -163,10 +163,19 @@ class Options:
             self._check_tree()
 
     @classmethod
-    def of(cls, optimizer: object, given: Mapping[str, Any]) -> Options:
-        """``Options`` from an optimizer's keyword arguments; the error for an unknown one names the optimizer."""
+    def of(cls, optimizer: object, given: Mapping[str, Any], in_groups: Container[str] = ()) -> Options:
+        """``Options`` from an optimizer's keyword arguments; the error for an unknown one names the optimizer.
+
+        Args:
+            in_groups: names that groups of this optimizer have, and it does not.
+        """
         known = [field.name for field in fields(cls)]
-        for name in given:
+        for name, value in given.items():
+            if name in in_groups:
+                raise TypeError(
+                    f"{type(optimizer).__name__} takes {name} as an option of its groups: write "
+                    f"{{'params': ..., {name!r}: {value!r}}}"
+                )
             if name not in known:
                 raise TypeError(
                     f"{type(optimizer).__name__} got an unexpected keyword argument {name!r}; beside its own arguments "

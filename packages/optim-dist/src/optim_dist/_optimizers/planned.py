@@ -7,9 +7,9 @@ one rank refuses is an error on all.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from optim_utils.param_groups import MatrixView
 class PlannedOptimizer(LiveOptimizer):
     """A ``torch.optim.Optimizer`` whose groups are planned over the ranks of a process group; it has no step yet."""
 
+    _group_options: ClassVar[Set[str]] = frozenset()  # that only groups have, and the constructor does not
     _places: Places
 
     @out_of_inference_mode
@@ -43,7 +44,7 @@ class PlannedOptimizer(LiveOptimizer):
         given: list[Any] = []
         try:
             given = construction.without_duplicates(params)
-            self._options = Options.of(self, options)
+            self._options = Options.of(self, options, self._group_options)
             construction.check_model(self._options.model)
             super().__init__(given, self._completed_defaults(defaults))
         except Exception as error:
