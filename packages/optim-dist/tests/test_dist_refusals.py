@@ -122,9 +122,7 @@ def what_has_no_place_in_a_bucket_is_refused(rank, world_size):
     with pytest.raises(ValueError, match="only dense real"):
         TritonDistAdamW([("a", complex_valued)])
     codes = nn.Parameter(torch.ones(2, device=device).to(torch.float8_e4m3fn))
-    with pytest.raises(
-        ValueError, match=r"a: torch\.float8_e4m3fn, but parameters are updated in one of .*; freeze"
-    ):
+    with pytest.raises(ValueError, match=r"a: torch\.float8_e4m3fn, but parameters are updated in one of .*; freeze"):
         TritonDistAdamW([("a", codes)])
     with pytest.raises(ValueError, match=r"0\.weight: its shape is not known yet; run its lazy module first"):
         TritonDistAdamW(nn.Sequential(nn.LazyLinear(2, device=device)).named_parameters())
