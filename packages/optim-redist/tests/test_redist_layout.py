@@ -51,6 +51,14 @@ def test_text(dims: list[Any], text: str) -> None:
     assert str(Layout(MESH, dims)) == text
 
 
+def test_split_factors_may_be_beyond_the_size() -> None:
+    for flat in (False, True):
+        sets = Strided((10**9,), flat=flat).index_sets(5, (3,))
+        # every piece is one index, or none: all chunks of coordinate 0, unless the cuts are made at once
+        expected = [[0, 3], [1, 4], [2]] if flat else [[0, 1, 2, 3, 4], [], []]
+        assert [elements(held) for held in sets] == expected
+
+
 def test_partial_text_and_axes_without_names() -> None:
     layout = Layout(Mesh((2, 2, 2)), [(1, 0)], {2: "sum"})
     assert str(layout) == "[1.0]+sum(2)"
@@ -68,6 +76,7 @@ def test_partial_text_and_axes_without_names() -> None:
         (lambda: Mesh((2, 2), names=("x",)), "different names"),
         (lambda: Mesh((2,), ranks=[1, 1]), "2 different ranks"),
         (lambda: Mesh((2,), ranks=[0, 1, 2]), "2 different ranks"),
+        (lambda: Mesh((2**16, 2**16)), "a mesh has 1048576 ranks at most, got sizes .*, which are 4294967296"),
         (lambda: Layout(MESH, ["z"]), "no axis 'z'"),
         (lambda: Layout(MESH, [2]), "outside a mesh of 2"),
         (lambda: Layout(MESH, ["x", "x"]), "partial, once"),

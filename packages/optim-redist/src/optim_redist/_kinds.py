@@ -88,10 +88,12 @@ class Strided(Kind):
             taken: list[list[tuple[int, int]]] = []
             for pieces in held:
                 if self.flat:
-                    chunks = _cut_in_chunks(pieces, factor * p)
+                    every = _cut_in_chunks(pieces, factor * p)
+                    cut = [every[k : k + p] for k in range(0, len(every), p)]
                 else:
-                    chunks = [chunk for piece in _cut_in_chunks(pieces, factor) for chunk in _cut_in_chunks(piece, p)]
-                taken += ([run for chunk in chunks[c::p] for run in chunk] for c in range(p))
+                    cut = [_cut_in_chunks(piece, p) for piece in _cut_in_chunks(pieces, factor)]
+                # pieces may have fewer chunks than p
+                taken += ([run for chunks in cut for chunk in chunks[c : c + 1] for run in chunk] for c in range(p))
             held = taken
         return tuple(from_intervals(pieces) for pieces in held)
 
@@ -101,10 +103,11 @@ class Strided(Kind):
 
 
 def _cut_in_chunks(pieces: list[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:
-    """``torch.chunk`` of the indices that the intervals list: ``count`` lists of intervals, the last short or empty."""
+    """``torch.chunk`` of the indices that the intervals list, without empty chunks: ``count`` lists of intervals or
+    fewer, the last one short."""
     total = sum(stop - start for start, stop in pieces)
-    length = -(-total // count)
-    chunks: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    length = max(1, -(-total // count))
+    chunks: list[list[tuple[int, int]]] = [[] for _ in range(-(-total // length))]
     done = 0
     for start, stop in pieces:
         while start < stop:

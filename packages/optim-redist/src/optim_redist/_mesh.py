@@ -17,6 +17,9 @@ from optim_redist.errors import LayoutError
 
 Axis = int | str
 
+# Every rank is listed, and planning takes some 15 µs for each.
+_MOST_RANKS = 2**20
+
 _is_word = re.compile(r"\w(?:[\w -]*\w)?").fullmatch
 
 
@@ -94,6 +97,8 @@ class Mesh:
         if any(size < 1 for size in shape):
             raise LayoutError(f"every mesh axis needs at least one rank, got sizes {shape}")
         total = prod(shape)
+        if total > _MOST_RANKS:
+            raise LayoutError(f"a mesh has {_MOST_RANKS} ranks at most, got sizes {shape}, which are {total}")
         if names is not None:
             names = tuple(names) if isinstance(names, Iterable) else (names,)
             if not all(isinstance(name, str) for name in names):
