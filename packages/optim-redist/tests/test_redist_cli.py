@@ -533,19 +533,25 @@ def test_files_that_hold_something_else(capsys, tmp_path, text, message):
 
 def test_a_plan_that_somebody_damaged(capsys, tmp_path):
     made = plan((8, 8), "bf16", Layout(Mesh(4), [0, None]), Layout(Mesh(4), [None, 0])).to_json()
-    stage, topology = made["stages"][0], Topology.nodes(2).to_json()
+    stage, step, topology = made["stages"][0], made["steps"][0], Topology.nodes(2).to_json()
     path = tmp_path / "plan.json"
     for changes, message in (
         ({"dtype": "b16"}, "dtype 'b16' is unknown here"),
         ({"steps": [{"op": "exchange"}]}, "plan.json: the JSON of a plan is damaged: KeyError: 'ranks'"),
         ({"stages": None}, "plan.json: the JSON of a plan is damaged: TypeError"),
-        ({"peak_bytes": "64"}, "a plan's peak_bytes is a number, got '64'"),
-        ({"memory_limit": []}, "a plan's memory_limit is a number, got []"),
-        ({"donate": "no"}, "a plan's donate is true or false, got 'no'"),
-        ({"deterministic": None}, "a plan's deterministic is true or false, got None"),
-        ({"planner": 3}, "a plan's planner is a name, got 3"),
+        ({"peak_bytes": "64"}, "Plan.peak_bytes is a whole number, got '64'"),
+        ({"memory_limit": []}, "Plan.memory_limit is a whole number or null, got []"),
+        ({"donate": "no"}, "Plan.donate is true or false, got 'no'"),
+        ({"deterministic": None}, "Plan.deterministic is true or false, got None"),
+        ({"planner": 3}, "Plan.planner is a text, got 3"),
         ({"shape": [8.0, 8]}, "sizes must be integers, got 8.0"),
-        ({"stages": [{**stage, "rounds": 0}]}, "a stage runs in one round or more, got 0"),
+        ({"stages": [{**stage, "rounds": 0}]}, "a stage runs in 1 to 65536 rounds, got 0"),
+        ({"stages": [{**stage, "rounds": 10**30}]}, f"a stage runs in 1 to 65536 rounds, got {10**30}"),
+        ({"stages": [{**stage, "op": None}]}, "Stage.op is a text, got None"),
+        ({"steps": [{**step, "send": "24"}]}, "Step.send is a whole number, got '24'"),
+        ({"steps": [{**step, "ranks": [0, True]}]}, "Step.ranks is a list of whole numbers, got (0, True)"),
+        ({"bounds": {**made["bounds"], "memory": {}}}, "Bounds.memory is a whole number, got {}"),
+        ({"alternatives": [{"planner": "naive", "seconds": None, "reason": ""}]}, "Alternative.seconds is a number, got None"),
         (
             {"stages": [{**stage, "src": {**stage["src"], "partial": {"a": "sum"}}}]},
             "plan.json: the JSON of a layout is damaged: ValueError",

@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from optim_redist._files import undamaged
+from optim_redist._files import record, undamaged
 from optim_redist._inside import Inside
 from optim_redist._mesh import as_shape, int_tuple
 from optim_redist.cost import Topology, check_topology
@@ -99,8 +99,8 @@ class Bounds(NamedTuple):
     @undamaged("the JSON of bounds")
     def from_json(cls, data: Mapping[str, Any]) -> Bounds:
         """The bounds that ``to_json`` wrote."""
-        cuts = tuple(Cut(**{**cut, "ranks": tuple(cut["ranks"])}) for cut in data["cuts"])
-        return cls(**{**data, "cuts": cuts})
+        cuts = tuple(record(Cut, {**cut, "ranks": tuple(cut["ranks"])}) for cut in data["cuts"])
+        return record(cls, {**data, "cuts": cuts})
 
 
 def bounds(

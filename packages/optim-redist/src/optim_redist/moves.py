@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from optim_redist._files import record
 from optim_redist._inside import Groups
 from optim_redist._lazy import lazy
 from optim_redist.boxes import Box, volume
@@ -21,6 +22,7 @@ from optim_redist.problem import Problem
 
 Which = Literal["src", "dst"]  # which of a rank's tensors: its part of the source, or of the target
 FINISHED = -1  # in place of a contribution's number: no reduction is pending, or it is done
+MAX_ROUNDS = 2**16  # of a stage
 
 
 @dataclass(frozen=True)
@@ -134,10 +136,11 @@ class Stage(NamedTuple):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Stage:
-        layouts, rounds = (Layout.from_json(data["src"]), Layout.from_json(data["dst"])), data["rounds"]
-        if not isinstance(rounds, int) or rounds < 1:
-            raise RedistError(f"a stage runs in one round or more, got {rounds!r}")
-        return cls(data["op"], data["method"], *layouts, rounds)
+        layouts = {"src": Layout.from_json(data["src"]), "dst": Layout.from_json(data["dst"])}
+        made = record(cls, {**data, **layouts})
+        if not 1 <= made.rounds <= MAX_ROUNDS:
+            raise RedistError(f"a stage runs in 1 to {MAX_ROUNDS} rounds, got {made.rounds}")
+        return made
 
 
 class Step(NamedTuple):

@@ -6,11 +6,10 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optim_redist._dtypes import dtype_name, itemsize
-from optim_redist._files import check_object, undamaged
+from optim_redist._files import check_object, record, undamaged
 from optim_redist._lazy import lazy
 from optim_redist._mesh import int_tuple
 from optim_redist._methods.candidates import phases_of
@@ -183,19 +182,10 @@ class Plan:
         fields = cls.__dataclass_fields__.keys()
         if found.keys() != fields:
             raise RedistError(f"{_FORMAT}/{_VERSION} has other fields: {sorted(found.keys() ^ fields)}")
-        for field in ("time", "peak_bytes", "gap", "volume_ratio", "memory_limit"):
-            value = found[field]
-            if not isinstance(value, Real) and not (field == "memory_limit" and value is None):
-                raise RedistError(f"a plan's {field} is a number, got {value!r}")
-        for field in ("donate", "deterministic"):
-            if not isinstance(found[field], bool):
-                raise RedistError(f"a plan's {field} is true or false, got {found[field]!r}")
-        for field in ("model", "planner"):
-            if not isinstance(found[field], str):
-                raise RedistError(f"a plan's {field} is a name, got {found[field]!r}")
         check_partial_init(found["partial_init"])
-        return cls(
-            **{
+        return record(
+            cls,
+            {
                 **found,
                 "shape": int_tuple(found["shape"], "sizes"),
                 "dtype": dtype_name(found["dtype"]),
@@ -203,10 +193,10 @@ class Plan:
                 "dst": Layout.from_json(found["dst"]),
                 "topology": Topology.from_json(found["topology"]),
                 "stages": tuple(Stage.from_json(stage) for stage in found["stages"]),
-                "steps": tuple(Step(**{**step, "ranks": tuple(step["ranks"])}) for step in found["steps"]),
+                "steps": tuple(record(Step, {**step, "ranks": tuple(step["ranks"])}) for step in found["steps"]),
                 "bounds": Bounds.from_json(found["bounds"]),
-                "alternatives": tuple(Alternative(**other) for other in found["alternatives"]),
-            }
+                "alternatives": tuple(record(Alternative, other) for other in found["alternatives"]),
+            },
         )
 
 

@@ -26,10 +26,8 @@ from optim_redist.cost import Topology
 from optim_redist.errors import RedistError
 from optim_redist.layout import Layout
 from optim_redist.lower_bounds import Bounds, bounds_of
-from optim_redist.moves import Candidate, Phase, Request, Stage, Step, Volumes, added_up
+from optim_redist.moves import MAX_ROUNDS, Candidate, Phase, Request, Stage, Step, Volumes, added_up
 from optim_redist.problem import Point, Problem
-
-_MAX_ROUNDS = 2**16
 
 
 def phases_of(problem: Problem, stage: Stage, topology: Topology) -> list[Phase]:
@@ -135,7 +133,7 @@ def from_layouts(planner: str, request: Request, layouts: Sequence[tuple[str, La
 
 def has_room(request: Request) -> bool:
     """Whether the limit holds source, target and the partial results of the smallest rounds."""
-    return request.memory_limit is None or _peak_bytes(request, {}, {}, _MAX_ROUNDS) <= request.memory_limit
+    return request.memory_limit is None or _peak_bytes(request, {}, {}, MAX_ROUNDS) <= request.memory_limit
 
 
 def from_ways(request: Request, src: Layout, way: Sequence[tuple[str, str, Layout]]) -> Candidate:
@@ -215,11 +213,11 @@ def _num_rounds(request: Request, exchanges: Sequence[Exchange]) -> int:
         peaks = (_peak_bytes(request, exchange.fullest_round(rounds), {}, rounds) for exchange in exchanges)
         return max(peaks) <= limit
 
-    if fits(1) or _peak_bytes(request, {}, {}, _MAX_ROUNDS) >= limit:
+    if fits(1) or _peak_bytes(request, {}, {}, MAX_ROUNDS) >= limit:
         return 1
     whole = [exchange.fullest_round(1) for exchange in exchanges]
     # more rounds than the busiest rank has elements cannot help
-    most = min(max(max(moved.values(), default=1) for moved in whole), _MAX_ROUNDS)
+    most = min(max(max(moved.values(), default=1) for moved in whole), MAX_ROUNDS)
     rounds = min(max(_least_rounds(request, limit, moved) for moved in whole), most)
     failed, step = rounds - 1, max(1, rounds // 16)
     while not fits(rounds):
