@@ -551,7 +551,10 @@ def test_a_plan_that_somebody_damaged(capsys, tmp_path):
         ({"steps": [{**step, "send": "24"}]}, "Step.send is a whole number, got '24'"),
         ({"steps": [{**step, "ranks": [0, True]}]}, "Step.ranks is a list of whole numbers, got (0, True)"),
         ({"bounds": {**made["bounds"], "memory": {}}}, "Bounds.memory is a whole number, got {}"),
-        ({"alternatives": [{"planner": "naive", "seconds": None, "reason": ""}]}, "Alternative.seconds is a number, got None"),
+        (
+            {"alternatives": [{"planner": "naive", "seconds": None, "reason": ""}]},
+            "Alternative.seconds is a number, got None",
+        ),
         (
             {"stages": [{**stage, "src": {**stage["src"], "partial": {"a": "sum"}}}]},
             "plan.json: the JSON of a layout is damaged: ValueError",
