@@ -49,7 +49,7 @@ def compiled(kind):
     types |= {"s_desc": block(128, 64), "x_desc": block(64, 128), "table": "*i64", "first_matrix": "i32"}
     types |= dict.fromkeys(("hyper", "control", "lr_scales"), "*fp32")
     if lone:
-        types |= dict.fromkeys(("a_desc", "b_desc", "c_desc", "d_desc", "q_desc"), block(64, 64)) | {"programs": "i32"}
+        types |= dict.fromkeys(("a_desc", "b_desc", "c_desc", "d_desc", "q_desc"), block(64, 64))
         types |= {"inverses": "*fp32", "parts": "i32", "norm_scale": "fp32", "eps": "fp32"}
     elif wide:
         types |= {"b_desc": block(256, 64) if symmetric else block(64, 256), "mirror_desc": block(256, 64)}
@@ -65,13 +65,15 @@ def compiled(kind):
     if update:
         constants |= dict(P_DTYPE=tl.bfloat16, MASTER_KIND=2, CAUTIOUS=True)
     elif lone:
-        del constants["DEPTH"]
+        del constants["DEPTH"], constants["GROUP"]
         blocks = {"small": (1, 1 if symmetric else 2), "half": (1, 2), "tall": (3, 2), "square": (2, 2)}
         tall, broad = blocks.get(kind.split()[1], (2, 2 if symmetric else 4))
         square = symmetric and tall == broad
         constants |= dict(SYMMETRIC=symmetric, SAME=square, HAS_Q=symmetric, BANDED=square, OVERLAP=True)
         constants |= dict(AHEAD=symmetric and not square, LATE=symmetric and not square)
-        finds_norm = symmetric and kind != "symmetric lone"
+        # one tile: a number that is 1 is compiled into the kernel
+        constants |= {"T": 1} if kind.split()[1] == "one" else {}
+        finds_norm = symmetric and kind not in ("symmetric lone", "symmetric one lone")
         types |= {"scale": "*fp64"} if finds_norm else {}
         constants |= dict(PARTS=1024 if finds_norm else 0, ADD_EPS=False)
         constants |= dict(STAGES=5 if tall == 3 else 4, TALL=tall, BROAD=broad, EARLY=square)
@@ -123,6 +125,8 @@ KINDS = {
     "general tall lone": 3 * 4,
     "symmetric half lone": 2 * 4,
     "general square lone": 2 * 4,
+    "symmetric one lone": (2 + 1 + 2) * 4,
+    "general one lone": 2 * 4,
 }
 
 

@@ -60,11 +60,11 @@ def general(a_desc, b_desc, c_desc, d_desc, scale, K, alpha, beta, HAS_C, HAS_SC
         wide *= scale.double()[:, None, None]
     d.copy_(wide)
 
-def lone(a_desc, b_desc, d_desc, q_desc, scale, inverses, programs, omega, SYMMETRIC, PARTS, **given):
+def lone(a_desc, b_desc, d_desc, q_desc, scale, inverses, omega, SYMMETRIC, PARTS, **given):
     a, b, d = a_desc.base, b_desc.base, d_desc.base
     assert (a is b) == given["SAME"]
     if PARTS:
-        assert PARTS >= given["parts"] and given["HAS_SCALE"] and programs > 1
+        assert PARTS >= given["parts"] and given["HAS_SCALE"]
         divisors(scale, inverses, given["parts"], given["norm_scale"], given["eps"], given["ADD_EPS"])
         scale = inverses[1]
     if SYMMETRIC:

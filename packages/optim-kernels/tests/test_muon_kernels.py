@@ -34,7 +34,7 @@ from optim_utils.param_groups import MatrixView
 pytest.importorskip("triton")
 from optim_kernels import muon_kernels as mk
 from optim_kernels._kernels.normalize import Norm, Start
-from optim_kernels._kernels.product import rectangle_tile, triangle_tile
+from optim_kernels._kernels.product import folded_tile, quotient, rectangle_tile, triangle_tile
 from optim_kernels._newton_schulz.iterations import normalize
 from optim_kernels._triton import FUSED, tl, triton
 
@@ -48,23 +48,38 @@ def assert_near(x: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 @triton.jit
-def _tiles_kernel(out, T, GROUP: tl.constexpr, RECTANGLE: tl.constexpr):
+def _tiles_kernel(out, T, GROUP: tl.constexpr, WAY: tl.constexpr):
     q = tl.program_id(0)
-    if RECTANGLE:
+    if WAY == "rectangle":
         i, j = rectangle_tile(q, T, T + 3, GROUP)
+    elif WAY == "folded":
+        i, j = folded_tile(q, T)
     else:
         i, j = triangle_tile(q, T, GROUP)
     tl.store(out + 2 * q, i)
     tl.store(out + 2 * q + 1, j)
 
 
-@pytest.mark.parametrize("side", [1, 2, 8, 11])
+@triton.jit
+def _quotients_kernel(out, b, SIZE: tl.constexpr):
+    a = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(out + a, quotient(a, b))
+
+
+@pytest.mark.parametrize("b", [1, 2, 3, 7, 11, 132, 1000, 65535])
+def test_quotients_are_whole(b: int) -> None:
+    out = torch.empty(2**19, dtype=torch.int32, device=DEVICE)
+    _quotients_kernel[(8,)](out, b, SIZE=2**16, **FUSED)
+    assert torch.equal(out, (torch.arange(2**19, device=DEVICE) // b).int())
+
+
+@pytest.mark.parametrize("side", [1, 2, 3, 8, 11, 15, 16])
 def test_every_tile_once(side: int) -> None:
     triangle = {(i, j) for i in range(side) for j in range(i + 1)}
     rectangle = {(i, j) for i in range(side) for j in range(side + 3)}
-    for expected, is_rectangle in ((triangle, False), (rectangle, True)):
+    for expected, way in ((triangle, "triangle"), (triangle, "folded"), (rectangle, "rectangle")):
         out = torch.empty(len(expected), 2, dtype=torch.int32, device=DEVICE)
-        _tiles_kernel[(len(expected),)](out, side, GROUP=8, RECTANGLE=is_rectangle, **FUSED)
+        _tiles_kernel[(len(expected),)](out, side, GROUP=8, WAY=way, **FUSED)
         found = [tuple(row) for row in out.tolist()]
         assert set(found) == expected
         assert len(found) == len(expected)

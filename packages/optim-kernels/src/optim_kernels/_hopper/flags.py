@@ -72,7 +72,6 @@ class LoneFlags(NamedTuple):
     adds_eps: Any
     ahead: Any
     late: Any
-    group: Any
     stages: Any
     tall: Any
     broad: Any

@@ -42,16 +42,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from optim_kernels._hopper.flags import lone_flags
 from optim_kernels._hopper.lone_tiles import SIDE, await_free, corner, half_tile, lower_half, whole_tile
-from optim_kernels._hopper.overlap import let_next_start, wait_for_previous
+from optim_kernels._hopper.overlap import computed_here, let_next_start, wait_for_previous
 from optim_kernels._hopper.ring import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
-    barriers,
     blocks_of,
     descriptor,
     load,
+    ring_barriers,
 )
-from optim_kernels._kernels.product import rectangle_tile, triangle_tile
+from optim_kernels._kernels.product import folded_tile, quotient
 from optim_kernels._newton_schulz.block_launch import BlockLaunch
 from optim_kernels._newton_schulz.tiles import Tile
 
@@ -63,18 +63,19 @@ _CONSUMER_REGISTERS_OF_THREE = gl.constexpr(152)
 
 
 @gluon.jit
-def _place(schedule, flags: gl.constexpr):
-    """The matrix; the tile's first row and column; which quarter of another tile comes with it, its row and column."""
-    programs, T, columns, _K = schedule
-    pid = gl.program_id(0)
-    inside = pid % programs
+def _place(T, num_b, flags: gl.constexpr):
+    """The matrix, and B's of ``num_b``; the tile's first row and column; a quarter beside it, its row and column.
+
+    A tile that starts late waits for this, so it takes few instructions.
+    """
+    inside = gl.program_id(0)
     # upper left, lower left or lower right; a tile of one block has the first alone
     quarter = 0
     other = 0
     if flags.symmetric:
         if flags.banded:
             # tiles below the diagonal, then those on it
-            i, j = triangle_tile(inside, T - 1, flags.group)
+            i, j = folded_tile(inside, T - 1)
             i += 1
             rest = inside - T * (T - 1) // 2
             if rest >= 0:
@@ -88,15 +89,23 @@ def _place(schedule, flags: gl.constexpr):
                 j = i
         else:
             parts = flags.broad // flags.tall
-            i, j = triangle_tile(inside // parts, T, flags.group)
+            i, j = folded_tile(inside // parts, T)
             i = i * parts + inside % parts
         j *= flags.broad * SIDE
     else:
-        i, j = rectangle_tile(inside, T, columns, flags.group)
+        j = quotient(inside, T)
+        i = inside - j * T
         j *= flags.broad * SIDE
+    batch = computed_here(gl.program_id(1))
+    b_batch = batch
+    if flags.symmetric and not flags.same:
+        b_batch = computed_here(batch - quotient(batch, num_b) * num_b)
+    row, column = computed_here(i * flags.tall * SIDE), computed_here(j)
+    if not flags.banded:
+        return batch, b_batch, row, column, 0, 0, 0
     other *= flags.tall * SIDE
-    row = i * flags.tall * SIDE
-    return pid // programs, row, j, quarter, other + (quarter + 1) // 2 * SIDE, other + quarter // 2 * SIDE
+    other_row, other_column = other + (quarter + 1) // 2 * SIDE, other + quarter // 2 * SIDE
+    return batch, b_batch, row, column, computed_here(quarter), computed_here(other_row), computed_here(other_column)
 
 
 @gluon.jit
@@ -119,7 +128,7 @@ def _load(desc, where, NUM: gl.constexpr, DOWN: gl.constexpr, ready, blocks, fir
 def _load_a(descs, ring, where, step, i: gl.constexpr, k, flags: gl.constexpr):
     """Request A's blocks at ``k``, the i-th along K of their step."""
     slot = step % flags.stages
-    place = (where[0], where[1], k)
+    place = (where[0], where[2], k)
     _load(descs[0], place, flags.tall, True, ring[2].index(slot), ring[0], flags.tall * (flags.deep * slot + i))
 
 
@@ -127,11 +136,10 @@ def _load_a(descs, ring, where, step, i: gl.constexpr, k, flags: gl.constexpr):
 def _load_b(descs, ring, where, step, i: gl.constexpr, k, flags: gl.constexpr):
     """Request B's blocks at ``k``, the i-th along K of their step."""
     slot = step % flags.stages
-    batch, column = where[0], where[2]
+    batch, column = where[1], where[3]
     number = flags.broad * (flags.deep * slot + i)
     if flags.symmetric:
-        b_batch = batch if flags.same else batch % descs[1].shape[0]
-        _load(descs[1], (b_batch, column, k), flags.broad, True, ring[2].index(slot), ring[1], number)
+        _load(descs[1], (batch, column, k), flags.broad, True, ring[2].index(slot), ring[1], number)
     else:
         _load(descs[1], (batch, k, column), flags.broad, False, ring[2].index(slot), ring[1], number)
 
@@ -154,13 +162,11 @@ def _fill_ahead(descs, ring, where, K, flags: gl.constexpr):
 
 
 @gluon.jit
-def _produce(descs, ring, schedule, flags: gl.constexpr):
+def _produce(descs, ring, where, K, flags: gl.constexpr):
     b_blocks, all_ready = ring[1], ring[2]
     SIZE: gl.constexpr = descs[0].block_type.nbytes
     DEPTH: gl.constexpr = flags.deep * SIDE
-    K = schedule[3]
-    where = _place(schedule, flags)
-    batch, row, column, quarter, other_row, other_column = where
+    batch, _b_batch, row, column, quarter, other_row, other_column = where
     step = 0
     if flags.ahead:
         step = _fill_ahead(descs, ring, where, K, flags)
@@ -225,8 +231,7 @@ def _produce_c(c_desc, ring, step, where, flags: gl.constexpr):
 
 
 @gluon.jit
-def _consume(ME: gl.constexpr, descs, ring, schedule, numbers, flags: gl.constexpr):
-    K = schedule[3]
+def _consume(ME: gl.constexpr, descs, ring, where, K, numbers, flags: gl.constexpr):
     # so that no path goes around the loop: from Triton 3.7 on, such a path writes the zeros of sums without steps once
     # more where it ends, and the compiler makes every product wait for the one before
     gl.assume(K > 0)
@@ -234,12 +239,11 @@ def _consume(ME: gl.constexpr, descs, ring, schedule, numbers, flags: gl.constex
         if flags.late:
             wait_for_previous(K)
         let_next_start(K)
-    where = _place(schedule, flags)
     if flags.halved:
         half_tile(where, descs, ring, K, numbers, flags)
     elif flags.symmetric:
         # the sums of the branches must not meet, or the compiler makes one product wait for the other
-        if where[1] != where[2]:
+        if where[2] != where[3]:
             whole_tile(ME, where, descs, ring, K, numbers, flags)
         else:
             if ME == 0:
@@ -260,9 +264,7 @@ def lone_kernel(
     q_desc,
     scale,
     inverses,
-    programs,
     T,
-    columns,
     K,
     alpha,
     beta,
@@ -280,14 +282,13 @@ def lone_kernel(
     ADD_EPS: gl.constexpr,
     AHEAD: gl.constexpr,
     LATE: gl.constexpr,
-    GROUP: gl.constexpr,
     STAGES: gl.constexpr,
     TALL: gl.constexpr,
     BROAD: gl.constexpr,
     OVERLAP: gl.constexpr,
     EARLY: gl.constexpr,
 ):
-    """``programs`` per matrix; T tiles a side, or T rows and ``columns`` columns of tiles.
+    """A grid of programs and matrices; T tiles a side, or rows of tiles.
 
     With PARTS, at least as many as ``parts``, ``scale`` is their squares, and 1/N and 1/N² are left in ``inverses``.
     """
@@ -302,25 +303,26 @@ def lone_kernel(
         ADD_EPS,
         AHEAD,
         LATE,
-        GROUP,
         STAGES,
         TALL,
         BROAD,
         OVERLAP,
         EARLY,
     )
+    # before the warps part: what each computes for itself, the compiler puts behind its wait for the launch before
+    where = _place(T, b_desc.shape[0], flags)
     a_blocks = blocks_of(a_desc, flags.deep * TALL * STAGES)
     b_blocks = blocks_of(b_desc, flags.deep * BROAD * STAGES)
-    ring = (a_blocks, b_blocks, barriers(STAGES), barriers(STAGES, TALL))
+    ready, empty = ring_barriers(STAGES, TALL)
+    ring = (a_blocks, b_blocks, ready, empty)
     fence_async_shared()
     descs = (a_desc, b_desc, c_desc, d_desc, q_desc)
-    schedule = (programs, T, columns, K)
-    numbers = (alpha, beta, omega, (scale, inverses, programs, a_desc.shape[0], parts, norm_scale, eps))
+    numbers = (alpha, beta, omega, (scale, inverses, a_desc.shape[0], parts, norm_scale, eps))
     if TALL == 1:
         gl.warp_specialize(
             [
-                (_consume, (0, descs, ring, schedule, numbers, flags)),
-                (_produce, (descs, ring, schedule, flags)),
+                (_consume, (0, descs, ring, where, K, numbers, flags)),
+                (_produce, (descs, ring, where, K, flags)),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -328,9 +330,9 @@ def lone_kernel(
     elif TALL == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, descs, ring, schedule, numbers, flags)),
-                (_consume, (1, descs, ring, schedule, numbers, flags)),
-                (_produce, (descs, ring, schedule, flags)),
+                (_consume, (0, descs, ring, where, K, numbers, flags)),
+                (_consume, (1, descs, ring, where, K, numbers, flags)),
+                (_produce, (descs, ring, where, K, flags)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -338,29 +340,27 @@ def lone_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, descs, ring, schedule, numbers, flags)),
-                (_consume, (1, descs, ring, schedule, numbers, flags)),
-                (_consume, (2, descs, ring, schedule, numbers, flags)),
-                (_produce, (descs, ring, schedule, flags)),
+                (_consume, (0, descs, ring, where, K, numbers, flags)),
+                (_consume, (1, descs, ring, where, K, numbers, flags)),
+                (_consume, (2, descs, ring, where, K, numbers, flags)),
+                (_produce, (descs, ring, where, K, flags)),
             ],
             [4, 4, 1],
             [_CONSUMER_REGISTERS_OF_THREE, _CONSUMER_REGISTERS_OF_THREE, PRODUCER_REGISTERS],
         )
 
 
-def lone_launch(
-    tile: Tile, programs: int, flags: Sequence[int], *, panel: int, overlap: bool, early: bool
-) -> BlockLaunch:
+def lone_launch(tile: Tile, grid: tuple[int, int], flags: Sequence[int], *, overlap: bool, early: bool) -> BlockLaunch:
     """A launch for matrices of 16 bits.
 
-    ``flags``: from SYMMETRIC to LATE; ``panel``: rows of tiles that share a column's
-    operand in L2; ``early``: what still runs when this launch starts makes nothing but the scale.
+    ``grid``: programs of a matrix, matrices; ``flags``: from SYMMETRIC to LATE; ``early``: what still runs when this
+    launch starts makes nothing but the scale.
     """
     side: int = SIDE.value
     options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
     if tile.rows == side:
         options["maxnreg"] = _REGISTERS
-    constants = (*flags, panel, tile.num_stages, tile.rows // side, tile.columns // side, overlap, overlap and early)
+    constants = (*flags, tile.num_stages, tile.rows // side, tile.columns // side, overlap, overlap and early)
     return BlockLaunch(
-        lone_kernel, programs, 5 * [(side, side)], constants, describe=descriptor, num_warps=4, **options
+        lone_kernel, (*grid, 1), 5 * [(side, side)], constants, describe=descriptor, num_warps=4, **options
     )

@@ -172,12 +172,12 @@ def _with_scale(numbers, batch, K, flags: gl.constexpr):
 @gluon.jit
 def _inverse_square(of_scale, batch, flags: gl.constexpr):
     """1/N² of a matrix, from the squares of its parts; one program leaves it and 1/N for later launches."""
-    sums, inverses, programs, num_matrices, parts, norm_scale, eps = of_scale
+    sums, inverses, num_matrices, parts, norm_scale, eps = of_scale
     part = gl.arange(0, flags.parts, gl.BlockedLayout([1], [32], [4], [0]))
     squares = gl.sum(gl.load(sums + batch * parts + part, mask=part < parts, other=0.0), axis=0)
     inverse = inverse_norm(squares, norm_scale, eps, flags.adds_eps)
     square = (inverse * inverse).to(gl.float32)
-    if gl.program_id(0) % programs == 0:
+    if gl.program_id(0) == 0:
         gl.store(inverses + batch, inverse.to(gl.float32))
         gl.store(inverses + num_matrices + batch, square)
     return square
@@ -230,7 +230,7 @@ def _send(desc, blocks, number, batch, row, column):
 def whole_tile(ME: gl.constexpr, where, descs, ring, K, numbers, flags: gl.constexpr):
     a_blocks, b_blocks = ring[0], ring[1]
     d_desc, q_desc = descs[3], descs[4]
-    batch, row, column = where[0], where[1] + ME * SIDE, where[2]
+    batch, row, column = where[0], where[2] + ME * SIDE, where[3]
     acc, step = _multiply(ME, ring, K, flags)
     numbers = _with_scale(numbers, batch, K, flags)
     if flags.symmetric:
@@ -268,7 +268,7 @@ def whole_tile(ME: gl.constexpr, where, descs, ring, K, numbers, flags: gl.const
 def half_tile(where, descs, ring, K, numbers, flags: gl.constexpr):
     blocks = ring[1]
     d_desc, q_desc = descs[3], descs[4]
-    batch, row, column = where[0], where[1], where[2]
+    batch, row, column = where[0], where[2], where[3]
     acc, step = _multiply(0, ring, K, flags)
     numbers = _with_scale(numbers, batch, K, flags)
     # blocks between this tile's first one and the diagonal: none above it, one across it, more below
@@ -303,7 +303,7 @@ def half_tile(where, descs, ring, K, numbers, flags: gl.constexpr):
 def lower_half(where, descs, ring, K, numbers, flags: gl.constexpr):
     blocks = ring[1]
     d_desc, q_desc = descs[3], descs[4]
-    batch, first, row = where[0], where[1], where[1] + SIDE
+    batch, first, row = where[0], where[2], where[2] + SIDE
     acc, step = _multiply_lower(ring, K, flags)
     numbers = _with_scale(numbers, batch, K, flags)
     left = 2 * (step % flags.stages)
@@ -334,7 +334,7 @@ def lower_half(where, descs, ring, K, numbers, flags: gl.constexpr):
 def corner(where, descs, ring, K, numbers, flags: gl.constexpr):
     blocks = ring[0]
     d_desc, q_desc = descs[3], descs[4]
-    batch, row, _column, quarter, other_row, other_column = where
+    batch, _b_batch, row, _column, quarter, other_row, other_column = where
     acc, other, step = _multiply_corner(ring, quarter, K, flags)
     numbers = _with_scale(numbers, batch, K, flags)
     place = 2 * (step % flags.stages)

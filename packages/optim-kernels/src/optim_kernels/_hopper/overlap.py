@@ -15,6 +15,12 @@ def wait_for_previous(token):
 
 
 @gluon.jit
+def computed_here(value):
+    """``value``, which the compiler would else compute where it is used, and so behind the wait."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def let_next_start(token):
     """Let the next launch's programs come to the device as soon as there is room."""
     return gl.inline_asm_elementwise(

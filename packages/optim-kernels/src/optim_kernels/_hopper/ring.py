@@ -59,6 +59,20 @@ def barriers(NUM: gl.constexpr, COUNT: gl.constexpr = 1):
 
 
 @gluon.jit
+def ring_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
+    """The barriers of STAGES slots, each of which READERS consumers read.
+
+    In turn, for the compiler lets all threads meet before it initialises another one of the same array.
+    """
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(ready.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=READERS)
+    return ready, empty
+
+
+@gluon.jit
 def blocks_of(desc, NUM: gl.constexpr):
     """Room for NUM blocks of a matrix."""
     return gl.allocate_shared_memory(desc.dtype, [NUM] + desc.block_type.shape, desc.layout)
@@ -67,7 +81,8 @@ def blocks_of(desc, NUM: gl.constexpr):
 @gluon.jit
 def allocate_ring(a_desc, b_desc, STAGES: gl.constexpr, READERS: gl.constexpr):
     """The blocks of A, those of B, and the barriers of STAGES slots, each of which READERS consumers read."""
-    return blocks_of(a_desc, STAGES), blocks_of(b_desc, STAGES), barriers(STAGES), barriers(STAGES, READERS)
+    ready, empty = ring_barriers(STAGES, READERS)
+    return blocks_of(a_desc, STAGES), blocks_of(b_desc, STAGES), ready, empty
 
 
 @gluon.jit

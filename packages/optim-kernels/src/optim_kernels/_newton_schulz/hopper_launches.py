@@ -41,15 +41,16 @@ class LoneProduct(NamedTuple):
 
 
 def lone_launch(
-    tile: Tile, programs: int, flags: LoneProduct, device: torch.device, early: bool = False
+    tile: Tile, grid: tuple[int, int], flags: LoneProduct, device: torch.device, early: bool = False
 ) -> BlockLaunch:
-    """A launch of programs that have a multiprocessor each."""
+    """A launch of programs that have a multiprocessor each; ``grid``: programs of a matrix, matrices."""
     from optim_kernels._hopper import lone_kernel
 
+    programs = grid[0] * grid[1]
     overlap = may_overlap(tile, programs, device)
     if flags.ahead and not (overlap and may_copy_ahead(programs, device)):
         flags = flags._replace(ahead=False)
-    return lone_kernel.lone_launch(tile, programs, flags, panel=PANEL, overlap=overlap, early=early)
+    return lone_kernel.lone_launch(tile, grid, flags, overlap=overlap, early=early)
 
 
 def run_lone_launch(

@@ -148,8 +148,8 @@ def _symmetric_launch(
             ahead=ahead,
             late=late,
         )
-        launch = lone_launch(tile, batch * tiles, lone_flags, device, early)
-        return tile, launch, (tiles, cdiv(m, tile.side), 0)
+        launch = lone_launch(tile, (tiles, batch), lone_flags, device, early)
+        return tile, launch, (cdiv(m, tile.side),)
     if tile.on_hopper:
         return tile, None, ()
     flags = (c is not None, q is not None, scale is not None, alpha is not None)
@@ -227,7 +227,7 @@ def _general_launch(
     rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
     if tile.lone:
         flags = LoneProduct(has_c=c is not None, has_scale=scale is not None)
-        return tile, lone_launch(tile, batch * rows * columns, flags, device), (rows * columns, rows, columns)
+        return tile, lone_launch(tile, (rows * columns, batch), flags, device), (rows,)
     if tile.on_hopper:
         return tile, None, ()
     square, programs = (tile.rows, tile.columns), batch * rows * columns
