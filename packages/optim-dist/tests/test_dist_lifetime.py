@@ -73,6 +73,34 @@ def optimizers_have_the_groups_of_closed_ones(rank, world_size):
 
 
 @scenario(2)
+def optimizers_have_the_groups_of_those_that_are_gone(rank, world_size):
+    """Without ``close()``, for ranks that collect garbage at different times; not while something is under way."""
+    for options in ({}, {"gradients": "streamed"}):
+        counts = []
+        for _ in range(4):
+            net, optimizer = build(rank, accumulation_steps=1, **options)
+            net(batch(rank, 0)).backward()
+            optimizer.step()
+            kept = optimizer if rank == 0 else None
+            del net, optimizer
+            gc.collect()
+            del kept
+            gc.collect()
+            counts.append(num_groups())
+        assert counts[1:] == [counts[0]] * 3
+    net, optimizer = build(rank, accumulation_steps=1)
+    if rank == 0:
+        net(batch(rank, 0)).backward()  # the other rank launches nothing
+    del net, optimizer
+    gc.collect()
+    net, optimizer = build(rank, accumulation_steps=1)
+    assert num_groups() == counts[0] + 1
+    net(batch(rank, 0)).backward()
+    optimizer.step()
+    optimizer.close()
+
+
+@scenario(2)
 def groups_are_not_given_away_before_all_ranks_are_done(rank, world_size):
     options = {"accumulation_steps": 1, "timeout": 103}  # of nobody else here
     net, optimizer = build(rank, **options)

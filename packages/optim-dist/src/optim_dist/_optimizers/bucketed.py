@@ -337,7 +337,7 @@ class BucketedParameters:
             if isinstance(self.reduction, BackwardReduction):
                 self.reduction.finish_launched()  # streamed reductions have their own group from the start
             # also at exit, if nobody has closed the optimizer
-            weakref.finalize(self, _abandon_if_launched, self.reduction, self._backward_communicator)
+            weakref.finalize(self, _let_go, self.reduction, self._backward_communicator)
         reducer.communicator = self._backward_communicator
         reducer.connect(self.buckets)
 
@@ -359,6 +359,9 @@ class BucketedParameters:
         Returns whether nothing is in flight any more.
         """
         is_finished = not is_failed and all(each.is_usable for each in self._communicators)
+        if self.has_launched:
+            for each in self._communicators:
+                each.keep()
         try:
             if is_finished:
                 is_finished = self._end_reductions(is_everywhere)
@@ -403,7 +406,7 @@ class BucketedParameters:
 
     def close(self, is_failed: bool = False) -> None:
         """Release hooks and storage; parameters and gradients become ordinary tensors again."""
-        is_finished, had_launched = False, self.has_launched
+        is_finished = False
         try:
             is_finished = self.detach(is_failed, is_everywhere=True)
         finally:
@@ -417,7 +420,7 @@ class BucketedParameters:
                 self.reduction.clear()
                 del self.reduction.reducer
                 self._reducer = None
-            if is_finished and not had_launched:
+            if is_finished:
                 for communicator in self._communicators:
                     communicator.give_back()
 
@@ -432,7 +435,12 @@ class BucketedParameters:
         return BackwardReduction(options.accumulation_steps, options.overlap, ranks, by_copies=self._by_copies)
 
 
-def _abandon_if_launched(reduction: BackwardReduction | StreamedReduction, communicator: Communicator) -> None:
-    """Have nobody wait for unfinished reductions, which other ranks may not have launched."""
+def _let_go(reduction: BackwardReduction | StreamedReduction, communicator: Communicator) -> None:
+    """Leave the group of reductions to the next optimizer.
+
+    If some are unfinished, which other ranks may not have launched, nobody waits for them or uses the group any more.
+    """
     if reduction.has_launched:
         communicator.abandon()
+    else:
+        communicator.give_back()

@@ -112,6 +112,10 @@ class Communicator:
             groups.give_back(self._kind, self.group)
         self._kind = None
 
+    def keep(self) -> None:
+        """Never offer the group for reuse: ranks may end with different collectives in flight."""
+        self._kind = None
+
     def has_same_world_as(self, other: Communicator) -> bool:
         """Whether both were made in one default process group."""
         return self._world is other._world

@@ -61,6 +61,10 @@ class GridCommunicator(Communicator):
         for part in self._parts:
             part.give_back()
 
+    def keep(self) -> None:
+        for part in self._parts:
+            part.keep()
+
     def chunk_of(self, member: int) -> int:
         return self._chunks[member]
 
