@@ -1,7 +1,7 @@
 """Process groups that optimizers make for themselves: under one name on all ranks, and reused.
 
 Up to 2.13 torch cannot end one of several groups: a later group would get its name, and what it has left in the store.
-So an optimizer that is closed, or gone with no reduction unfinished, gives its group back, and the next one that needs a
+So an optimizer that is closed, or gone with no reduction unfinished, gives its group back. The next one that needs a
 group of the same kind takes it, once it was given back on all ranks.
 """
 
