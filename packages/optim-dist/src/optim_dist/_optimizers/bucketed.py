@@ -361,7 +361,7 @@ class BucketedParameters:
         is_finished = not is_failed and all(each.is_usable for each in self._communicators)
         if self.has_launched:
             for each in self._communicators:
-                each.keep()
+                each.keep_group()
         try:
             if is_finished:
                 is_finished = self._end_reductions(is_everywhere)

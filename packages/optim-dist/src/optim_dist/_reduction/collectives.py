@@ -112,7 +112,7 @@ class Communicator:
             groups.give_back(self._kind, self.group)
         self._kind = None
 
-    def keep(self) -> None:
+    def keep_group(self) -> None:
         """Never offer the group for reuse: ranks may end with different collectives in flight."""
         self._kind = None
 

@@ -61,9 +61,9 @@ class GridCommunicator(Communicator):
         for part in self._parts:
             part.give_back()
 
-    def keep(self) -> None:
+    def keep_group(self) -> None:
         for part in self._parts:
-            part.keep()
+            part.keep_group()
 
     def chunk_of(self, member: int) -> int:
         return self._chunks[member]
