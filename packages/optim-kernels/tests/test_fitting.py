@@ -12,6 +12,7 @@ from random_tensors import DEVICE, give_gradients
 from torch import Tensor, nn
 
 from optim_kernels import TritonAdamW, TritonMuon, TritonMuonAdamW
+from optim_utils.low_bit import INT8, quantize
 
 pytest.importorskip("triton")
 
@@ -30,6 +31,10 @@ def adamw_at_random(params: list[nn.Parameter], impl: Any) -> TritonAdamW:
 
 def muon_at_random(params: list[nn.Parameter], impl: Any) -> TritonMuon:
     return TritonMuon(list(zip(("first", "last"), params)), impl=impl, ns_steps=1, stochastic_rounding=True)
+
+
+def normuon(params: list[nn.Parameter], impl: Any) -> TritonMuon:
+    return TritonMuon(list(zip(("first", "last"), params)), impl=impl, ns_steps=1, beta2=0.9)
 
 
 def muon_and_adamw(params: list[nn.Parameter], impl: Any) -> TritonMuonAdamW:
@@ -59,7 +64,11 @@ def assert_refused(optimizer: torch.optim.Optimizer, params: list[nn.Parameter],
     for (value, state), (old_value, old_state) in zip(found, before, strict=True):
         assert torch.equal(value, old_value)
         for key, old in old_state.items():
-            assert torch.equal(state[key], old) if isinstance(old, Tensor) else state[key] == old
+            assert torch.equal(state[key], old) if has_numbers(old) else type(state[key]) is type(old)
+
+
+def has_numbers(value: Any) -> bool:
+    return type(value) is Tensor and value.layout == torch.strided and not value.is_meta
 
 
 def of_other_shape(moment: Tensor) -> Tensor:
@@ -78,9 +87,10 @@ def expanded(moment: Tensor) -> Tensor:
         (of_other_shape, r"is of shape \(1, 6\) on \w+.*, but it is of shape \(4, 6\) on"),
         (expanded, r".* has several elements at one place; give its contiguous\(\)"),
         (Tensor.int, r"must be of a floating dtype, got torch\.int32; convert it"),
+        (Tensor.to_sparse, r"must be dense, got torch\.sparse_coo; give its to_dense\(\)"),
         (Tensor.tolist, r"must be a tensor, got \[\[.*; delete its state"),
     ],
-    ids=["shape", "expanded", "integers", "list"],
+    ids=["shape", "expanded", "integers", "sparse", "list"],
 )
 def test_a_moment_that_does_not_fit(make: Any, impl: Any, change: Callable[[Tensor], Any], words: str) -> None:
     params, optimizer = stepped(make, impl)
@@ -137,7 +147,18 @@ def test_a_parameter_that_has_become_an_expanded_one(make: Any) -> None:
 
 @MAKERS
 @IMPLS
-@pytest.mark.parametrize("count", [None, "3", torch.ones(2)], ids=["none", "text", "two"])
+@pytest.mark.parametrize(
+    "count",
+    [
+        None,
+        "3",
+        torch.ones(2),
+        torch.ones(()).to_sparse(),
+        torch.ones((), device="meta"),
+        quantize(torch.ones(1), INT8),
+    ],
+    ids=["none", "text", "two", "sparse", "meta", "codes"],
+)
 def test_a_step_count_that_is_none(make: Any, impl: Any, count: Any) -> None:
     params, optimizer = stepped(make, impl)
     give_gradients(*params)
@@ -175,6 +196,60 @@ def test_amsgrad_that_is_turned_on_without_a_maximum(impl: Any) -> None:
     give_gradients(*params)
     optimizer.param_groups[0]["amsgrad"] = True
     assert_refused(optimizer, params, r"first cannot be updated: its state has \[.*\], but needs max_exp_avg_sq too")
+
+
+@IMPLS
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (Tensor.tolist, r"must be a tensor, got \["),
+        (Tensor.int, r"must be of a floating dtype, got torch\.int32"),
+        (lambda moment: moment[..., :1].expand(moment.shape), r"has several elements at one place"),
+        (lambda moment: quantize(moment, INT8), r"must be plain numbers, got codes of int; give its dequantize\(\)"),
+        (lambda moment: moment.to("meta"), r"has 6 elements on meta, but its matrices .* need 6 on "),
+        (lambda moment: moment[..., :1], r"has 1 elements on .*, but its matrices .* need 6 on "),
+    ],
+    ids=["list", "integers", "expanded", "codes", "meta", "size"],
+)
+def test_a_second_moment_of_muon_that_does_not_fit(impl: Any, change: Callable[[Tensor], Any], words: str) -> None:
+    params, optimizer = stepped(normuon, impl)
+    give_gradients(*params)
+    state = optimizer.state[params[1]]
+    state["second_momentum_buffer"] = change(state["second_momentum_buffer"])
+    assert_refused(optimizer, params, rf"(its|the) second_momentum_buffer.* {words}")
+
+
+def test_the_kernels_name_the_parameter_whose_state_they_do_not_take() -> None:
+    """By its name, not by its place among those that have gradients."""
+    params, optimizer = stepped(adamw, "triton")
+    give_gradients(params[1])
+    params[0].grad = None
+    state = optimizer.state[params[1]]
+    for key in ("exp_avg", "exp_avg_sq"):
+        kept, state[key] = state[key], state[key].double()
+        assert_refused(optimizer, params, f"{key} of last is torch.float64; the kernels take float32")
+        state[key] = kept
+    params, optimizer = stepped(normuon, "triton")
+    give_gradients(params[1])
+    params[0].grad = None
+    state = optimizer.state[params[1]]
+    state["second_momentum_buffer"] = state["second_momentum_buffer"].double()
+    assert_refused(optimizer, params, "second_moment of last must be contiguous fp32 of 6 elements")
+
+
+@pytest.mark.parametrize("masters", ["fp32", "split16"])
+def test_a_momentum_wider_than_its_master(masters: Any) -> None:
+    param = nn.Parameter(torch.randn(4, 6).bfloat16())
+    optimizer = TritonMuon([param], master_weights=masters, impl="torch")
+    give_gradients(param)
+    optimizer.step()
+    other = copy.deepcopy((param, optimizer))
+    state = optimizer.state[param]
+    state["momentum_buffer"] = state["momentum_buffer"].double()
+    for p, each in ((param, optimizer), other):
+        give_gradients(p)
+        each.step()
+    torch.testing.assert_close(param, other[0])
 
 
 @IMPLS

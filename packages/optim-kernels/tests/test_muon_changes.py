@@ -636,8 +636,8 @@ def test_parameters_that_share_memory_are_refused_by_the_kernels() -> None:
     memory = torch.ones(12, 16, device=DEVICE)
     p, q, r = (nn.Parameter(part) for part in (memory[:8], memory[:8], memory[4:]))
     give_gradients(p, q, r)
-    for params, how in (([p, p], "are one tensor"), ([p, q], "are one tensor"), ([r, p], "share memory")):
-        with pytest.raises(ValueError, match=rf"params\[0\] and params\[1\] {how}, .* update twice at once"):
+    for params, how in (([p, p], "is there twice"), ([p, q], "are one tensor"), ([r, p], "share memory")):
+        with pytest.raises(ValueError, match=rf"'params'\]\[1\] {how}, .* update twice at once"):
             muon(params, "triton").step()
     assert torch.equal(memory, torch.ones_like(memory))
     # columns of one matrix lie between each other
@@ -655,11 +655,11 @@ def test_tensors_without_memory_are_refused_by_the_kernels(num_steps: int) -> No
     give_gradients(p)
     assert p.grad is not None
     p.grad.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match=r"grads\[0\] has elements but no memory: its storage was freed"):
+    with pytest.raises(ValueError, match=r"grad of .*\[0\] has elements but no memory: its storage was freed"):
         optimizer.step()
     give_gradients(p)
     p.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match=r"params\[0\] has elements but no memory: its storage was freed"):
+    with pytest.raises(ValueError, match=r"\[0\] has elements but no memory: its storage was freed"):
         optimizer.step()
 
 

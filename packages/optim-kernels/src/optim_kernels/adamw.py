@@ -301,7 +301,9 @@ class TritonAdamW(PrivateState, TorchAdamW):
         if reasons and not self._logged_fallback:
             self._logged_fallback = True
             log_fallback(self, reasons)
-        return PreparedStep(self.param_groups, params, grads, self._own_state, indices, options=_planned_options)
+        return PreparedStep(
+            self.param_groups, params, grads, self._own_state, indices, options=_planned_options, names=names
+        )
 
     def _ensure_state(self, param: Tensor, group: dict[str, Any], *, for_kernels: bool) -> None:
         """Make what the state of ``param`` lacks, in the layout and on the devices that the step needs.

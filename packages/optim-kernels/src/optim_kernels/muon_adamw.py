@@ -223,7 +223,7 @@ class TritonMuonAdamW(MuonOptimizer):
             else:
                 reasons.append(reason)
         self._log_fallbacks(reasons)
-        return PreparedStep(groups, params, grads, self._own_state, indices, options=_options)
+        return PreparedStep(groups, params, grads, self._own_state, indices, options=_options, names=names)
 
     def _ensure_adamw_state(self, p: Tensor) -> None:
         state = self._own_state[p]

@@ -44,6 +44,7 @@ class AdamWStep:
         places: for each its number among all parameters of the optimizer: the key of its random bits, with the group's
             seed.
         starts: for parts of parameters the element at which each begins, from which its random bits are counted.
+        names: of the parameters, for errors.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class AdamWStep:
         members: Sequence[int],
         places: Sequence[int],
         starts: Sequence[int] | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         self.plan = AdamWPlan()
         self._params = params
@@ -82,6 +84,7 @@ class AdamWStep:
             seed=[group.get("seed", 0) for group in own_groups],
             indices=places,
             starts=starts,
+            names=names,
         )
 
     def is_for(self, params: list[Tensor]) -> bool:
@@ -152,6 +155,7 @@ class PreparedStep:
         params, grads: of all groups, one after another.
         indices: of those ``params`` that the kernels update; plain torch updates the others with gradients.
         options: returns those options of a group on which the prepared step depends.
+        names: of all parameters, for errors.
 
     Attributes:
         followed, masters: the parameters with gradients that have an fp32 master and can be followed, and the masters.
@@ -166,6 +170,7 @@ class PreparedStep:
         indices: list[int],
         *,
         options: Callable[[Group], Any],
+        names: Mapping[Tensor, str],
     ) -> None:
         group_numbers = [number for number, group in enumerate(groups) for _ in group["params"]]
         self.kernels: AdamWStep | None = None
@@ -178,6 +183,7 @@ class PreparedStep:
                 [grads[index] for index in indices],
                 members=[group_numbers[index] for index in indices],
                 places=indices,
+                names=[names[param] for param in chosen],
             )
         with_kernels = set(indices)
         by_group: dict[int, TorchPart] = {}

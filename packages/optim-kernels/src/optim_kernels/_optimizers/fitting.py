@@ -19,6 +19,8 @@ from optim_kernels.functional._lists import description
 from optim_kernels.multi_tensor import has_overlaps
 from optim_utils.low_bit import LowBitTensor
 
+# what 8-bit AdamW stores in codes
+_MAY_BE_CODES = ("exp_avg", "exp_avg_sq")
 # stands for what a state lacks, since None is a value that it may have
 _MISSING = object()
 
@@ -46,20 +48,33 @@ def why_unfit(param: Tensor, grad: Tensor, state: Mapping[str, Any], keys: Seque
         if value is _MISSING:
             continue
         if key == "step":
-            if not _is_count(value):
+            if not _is_count(value) or _lacks_numbers(value, own):
                 return f"its step must be a 0-d tensor that counts steps, got {_words(value)}; torch.tensor(0.0) does"
             continue
-        if not isinstance(value, Tensor):
-            return f"its {key} must be a tensor, got {value!r}; delete its state to start anew"
+        reason = why_no_numbers(key, value, own)
+        if reason is not None:
+            return reason
         here = local(value)
         if here.shape != shape or here.device != device:
             return (
                 f"its {key} is {_place(here)}, but it is {_place(own)}; convert it, or delete its state to start anew"
             )
-        if has_overlaps(here):
-            return f"its {key}, {description(here)}, has several elements at one place; give its contiguous()"
-        if key not in MASTERS and not (here.is_floating_point() or (own.is_complex() and here.is_complex())):
-            return f"its {key} must be of a floating dtype, got {here.dtype}; convert it"
+    return None
+
+
+def why_no_numbers(key: str, value: Any, param: Tensor) -> str | None:
+    """What keeps a step from reading and writing numbers in an entry of the state of ``param``, whatever its shape."""
+    if not isinstance(value, Tensor):
+        return f"its {key} must be a tensor, got {value!r}; delete its state to start anew"
+    here = local(value)
+    if here.layout != torch.strided:
+        return f"its {key} must be dense, got {here.layout}; give its to_dense()"
+    if isinstance(here, LowBitTensor) and key not in _MAY_BE_CODES:
+        return f"its {key} must be plain numbers, got codes of {here.fmt.code}; give its dequantize()"
+    if has_overlaps(here):
+        return f"its {key}, {description(here)}, has several elements at one place; give its contiguous()"
+    if key not in MASTERS and not (here.is_floating_point() or (param.is_complex() and here.is_complex())):
+        return f"its {key} must be of a floating dtype, got {here.dtype}; convert it"
     return None
 
 
@@ -125,6 +140,13 @@ def _has_other_codes(value: Tensor) -> bool:
 def _is_count(step: Any) -> bool:
     """Whether this counts the steps of one parameter: a number, or a tensor of one."""
     return step.numel() == 1 if isinstance(step, Tensor) else isinstance(step, Real)
+
+
+def _lacks_numbers(value: Any, param: Tensor) -> bool:
+    """Whether this is a tensor whose numbers a step of ``param`` cannot read where they are."""
+    if not isinstance(value, Tensor):
+        return False
+    return value.layout != torch.strided or isinstance(value, LowBitTensor) or (value.is_meta and not param.is_meta)
 
 
 def _words(value: Any) -> str:

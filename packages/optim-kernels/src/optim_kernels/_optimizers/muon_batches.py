@@ -138,6 +138,7 @@ def _tensors_or_reason(entry: MuonEntry, group: Mapping[str, Any], ns: NSConfig)
         view=entry.view,
         place=entry.index,
         seed=group["seed"],
+        name=entry.name,
     )
     return why_not_plan(tensors, ns) or tensors
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from optim_kernels._dtensors import local, spread_as
 from optim_kernels._impl import PLAIN_TYPES
-from optim_kernels._optimizers.fitting import refuse, why_unfit
+from optim_kernels._optimizers.fitting import refuse, why_no_numbers, why_unfit
 from optim_kernels._optimizers.inference import out_of_inference_mode
 from optim_kernels._optimizers.muon_options import check_choices, check_param, ns_config_of, rule_of, view_of
 from optim_kernels._optimizers.storage import (
@@ -97,6 +97,7 @@ class MuonEntry:
     state: dict[str, Any]
     view: MatrixView
     index: int  # among the parameters of all groups: it chooses the bits of stochastic rounding
+    name: str | None = None  # for errors
 
 
 @out_of_inference_mode
@@ -126,12 +127,13 @@ def entries_of(
         if group["impl"] == "triton":
             check_kernels(grad, state[p]["momentum_buffer"], ns_config_of(group), names[p])
         if group["beta2"] is not None:
-            _check_second_moment(state[p]["second_momentum_buffer"], view, names[p])
+            _check_second_moment(state[p]["second_momentum_buffer"], p, view, names[p])
         if type(p) in PLAIN_TYPES:
-            entries.append(MuonEntry(p, grad, state[p], view, indices[p]))
+            entries.append(MuonEntry(p, grad, state[p], view, indices[p], names[p]))
         else:
             values = {key: _whole(value, f"{key} of {names[p]}") for key, value in state[p].items()}
-            entries.append(MuonEntry(_whole(p, names[p]), _whole(grad, names[p]), values, view, indices[p]))
+            whole, whole_grad = _whole(p, names[p]), _whole(grad, names[p])
+            entries.append(MuonEntry(whole, whole_grad, values, view, indices[p], names[p]))
     return entries
 
 
@@ -156,12 +158,13 @@ def explained_entry(param: Tensor, view: MatrixView, place: int, state: Mapping[
     return MuonEntry(here, local(grad), values, own_view, place)
 
 
-def _check_second_moment(moment: Tensor, view: MatrixView, name: str) -> None:
-    size = num_second_moments(view)
-    if moment.numel() != size:
+def _check_second_moment(moment: Any, param: Tensor, view: MatrixView, name: str) -> None:
+    refuse(why_no_numbers("second_momentum_buffer", moment, param), name)
+    size, device = num_second_moments(view), local(param).device
+    if moment.numel() != size or local(moment).device != device:
         raise ValueError(
-            f"the second_momentum_buffer of {name} has {moment.numel()} elements, but its matrices {view.describe()} "
-            f"need {size}; delete it from the state to start anew"
+            f"the second_momentum_buffer of {name} has {moment.numel()} elements on {moment.device}, but its matrices "
+            f"{view.describe()} need {size} on {device}; delete it from the state to start anew"
         )
 
 

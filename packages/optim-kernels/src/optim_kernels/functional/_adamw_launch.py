@@ -110,7 +110,7 @@ class AdamWLaunch:
         for i, (member, grad) in enumerate(zip(self._members, own)):
             member.check_grad(grad)
             if member.signature(grad) != self._signature:
-                raise ValueError(f"grads[{member.place}] became {description(grad)}; the plan is for another dtype")
+                raise ValueError(f"{member.called('grads')} became {description(grad)}; the plan is for another dtype")
             if is_wrapper(grad) or grad.is_neg() or not member.has_layout_of(grad):
                 own[i] = member.in_own_layout(grad)
                 self.copies.append(own[i])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from optim_kernels._dtensors import is_wrapper
 from optim_kernels._impl import KERNEL_DTYPES
-from optim_kernels.functional._lists import description
+from optim_kernels.functional._lists import called, description
 from optim_kernels.multi_tensor import is_dense
 from optim_utils.low_bit import CUBIC8, QUINTIC8_UNSIGNED, LowBitFormat, LowBitTensor
 
@@ -53,9 +53,14 @@ class PlannedTensor:
     start: int
     stochastic_rounding: bool
     seed: int
+    name: str | None = None  # of the parameter, for errors
+
+    def called(self, kind: str) -> str:
+        """How errors call a tensor of a kind."""
+        return called(kind, self.place, self.name)
 
     def states(self) -> Iterable[tuple[str, Tensor | None]]:
-        """The state tensors, by the name that errors give them."""
+        """The state tensors, each with its kind."""
         return (
             ("exp_avgs", self.exp_avg),
             ("exp_avg_sqs", self.exp_avg_sq),
@@ -65,7 +70,7 @@ class PlannedTensor:
 
     def check(self, grad: Tensor) -> None:
         """Raise ``ValueError`` unless the kernels can update these tensors."""
-        p, name = self.param, f"params[{self.place}]"
+        p, name = self.param, self.called("params")
         if p.dtype not in KERNEL_DTYPES:
             raise ValueError(f"{name} is {p.dtype}; the kernels take {_names(KERNEL_DTYPES)}")
         if not is_dense(p):
@@ -75,11 +80,11 @@ class PlannedTensor:
         for kind, state in self.states():
             if state is None:
                 continue
-            _check_memory(f"{kind}[{self.place}]", state)
-            _check_sign(f"{kind}[{self.place}]", state)
+            _check_memory(self.called(kind), state)
+            _check_sign(self.called(kind), state)
             if state.shape != p.shape or state.device != p.device or not same_layout(state, p):
                 raise ValueError(
-                    f"{kind}[{self.place}] must be like {name}, {description(p)}, but is {description(state)}"
+                    f"{self.called(kind)} must be like {name}, {description(p)}, but is {description(state)}"
                 )
         self._check_moment("exp_avgs", self.exp_avg, CUBIC8)
         self._check_moment("exp_avg_sqs", self.exp_avg_sq, QUINTIC8_UNSIGNED)
@@ -88,14 +93,14 @@ class PlannedTensor:
             like = torch.float32 if isinstance(self.exp_avg_sq, LowBitTensor) else self.exp_avg_sq.dtype
             if self.max_exp_avg_sq.dtype != like:
                 raise ValueError(
-                    f"max_exp_avg_sqs[{self.place}] is {self.max_exp_avg_sq.dtype}; beside exp_avg_sqs[{self.place}], "
-                    f"{_stored_as(self.exp_avg_sq)}, it must be {like}"
+                    f"{self.called('max_exp_avg_sqs')} is {self.max_exp_avg_sq.dtype}; beside "
+                    f"{self.called('exp_avg_sqs')}, {_stored_as(self.exp_avg_sq)}, it must be {like}"
                 )
         if self.master is not None and self.master.dtype not in (torch.float32, torch.int16):
-            raise ValueError(f"masters[{self.place}] must be float32 or int16, is {self.master.dtype}")
+            raise ValueError(f"{self.called('masters')} must be float32 or int16, is {self.master.dtype}")
         if self.master is not None and self.master.dtype == torch.int16 and p.dtype != torch.bfloat16:
             raise ValueError(
-                f"masters[{self.place}] is int16, which completes a bfloat16 parameter; {name} is {p.dtype}"
+                f"{self.called('masters')} is int16, which completes a bfloat16 parameter; {name} is {p.dtype}"
             )
         for kind, scalar in (("steps", self.step), ("present", self.present)):
             if scalar is not None and (
@@ -109,20 +114,20 @@ class PlannedTensor:
     def _check_moment(self, kind: str, moment: Tensor, fmt: LowBitFormat) -> None:
         if isinstance(moment, LowBitTensor):
             if moment.fmt != fmt:
-                raise ValueError(f"{kind}[{self.place}] has codes {moment.fmt}; the kernels take {fmt}")
+                raise ValueError(f"{self.called(kind)} has codes {moment.fmt}; the kernels take {fmt}")
             if not self.param.is_contiguous():
                 raise ValueError(
-                    f"{kind}[{self.place}] is in 8-bit codes, whose blocks follow row-major order, but "
-                    f"params[{self.place}] has strides {self.param.stride()}"
+                    f"{self.called(kind)} is in 8-bit codes, whose blocks follow row-major order, but "
+                    f"{self.called('params')} has strides {self.param.stride()}"
                 )
         elif moment.dtype not in KERNEL_DTYPES:
-            raise ValueError(f"{kind}[{self.place}] is {moment.dtype}; the kernels take {_names(KERNEL_DTYPES)}")
+            raise ValueError(f"{self.called(kind)} is {moment.dtype}; the kernels take {_names(KERNEL_DTYPES)}")
 
     def check_grad(self, grad: Tensor) -> None:
         """Raise ``ValueError`` unless ``grad`` is a gradient of this parameter that the kernels can read."""
         p = self.param
         if grad.dtype not in KERNEL_DTYPES:
-            raise ValueError(f"grads[{self.place}] is {grad.dtype}; the kernels take {_names(KERNEL_DTYPES)}")
+            raise ValueError(f"{self.called('grads')} is {grad.dtype}; the kernels take {_names(KERNEL_DTYPES)}")
         sliced = grad.dim() == p.dim() + 1
         if (
             (grad.shape[1:] if sliced else grad.shape) != p.shape
@@ -130,11 +135,11 @@ class PlannedTensor:
             or (sliced and not len(grad))
         ):
             raise ValueError(
-                f"grads[{self.place}] must be like params[{self.place}], {description(p)}, or a stack of such, but is "
-                f"{description(grad)}"
+                f"{self.called('grads')} must be like {self.called('params')}, {description(p)}, or a stack of such, "
+                f"but is {description(grad)}"
             )
         if not is_wrapper(grad):
-            _check_memory(f"grads[{self.place}]", grad)
+            _check_memory(self.called("grads"), grad)
 
     def has_layout_of(self, grad: Tensor) -> bool:
         """Whether ``grad``, or each slice of it, lies in memory as the parameter does."""
@@ -188,15 +193,15 @@ def _stored_as(moment: Tensor) -> str:
 
 def check_shared_steps(tensors: Sequence[PlannedTensor], grads: Sequence[Tensor]) -> None:
     """Raise ``ValueError`` if tensors that share a step count differ in kind or ``present``: it must advance once."""
-    first: dict[int, tuple[int, Any]] = {}
+    first: dict[int, tuple[str, Any]] = {}
     for tensor, grad in zip(tensors, grads):
         flag = None if tensor.present is None else tensor.present.data_ptr()
         kind = tensor.signature(grad), flag
-        place, other = first.setdefault(tensor.step.data_ptr(), (tensor.place, kind))
+        name, other = first.setdefault(tensor.step.data_ptr(), (tensor.called("params"), kind))
         if other != kind:
             raise ValueError(
-                f"params[{place}] and params[{tensor.place}] share a step count, but differ in dtypes, options or "
-                "'present'; give each its own step tensor"
+                f"{name} and {tensor.called('params')} share a step count, but differ in dtypes, options or 'present'; "
+                "give each its own step tensor"
             )
 
 

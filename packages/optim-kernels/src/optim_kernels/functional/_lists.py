@@ -102,17 +102,25 @@ def check_writable(**lists: Sequence[Tensor | None] | None) -> None:
                 )
 
 
-def check_apart(params: Sequence[Tensor]) -> None:
+def check_apart(params: Sequence[Tensor], names: Sequence[str]) -> None:
     """Raise ``ValueError`` if two parameters are one tensor, or share memory: two programs would update it at once."""
     found = sharing_memory(params)
     if found is None:
         return
-    one, other = (params[place] for place in found)
-    shared = "are one tensor" if one.data_ptr() == other.data_ptr() and one.shape == other.shape else "share memory"
+    (one, name), (other, other_name) = ((params[place], names[place]) for place in found)
+    how = "are one tensor" if one.data_ptr() == other.data_ptr() and one.shape == other.shape else "share memory"
+    shared = f"{name} and {other_name} {how}" if name != other_name else f"{name} is there twice"
     raise ValueError(
-        f"params[{found[0]}] and params[{found[1]}] {shared}, {description(other)}, which the kernels would update "
-        "twice at once; give every parameter once, and tie parameters by using one object"
+        f"{shared}, {description(other)}, which the kernels would update twice at once; give every parameter once, and "
+        "tie parameters by using one object"
     )
+
+
+def called(kind: str, place: int, name: str | None) -> str:
+    """What errors call the tensor at ``place`` in the list ``kind``: by its parameter's name, if that is known."""
+    if name is None:
+        return f"{kind}[{place}]"
+    return name if kind == "params" else f"{kind.removesuffix('s')} of {name}"
 
 
 def description(tensor: Tensor) -> str:

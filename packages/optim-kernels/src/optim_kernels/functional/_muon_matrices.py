@@ -17,6 +17,7 @@ from optim_kernels._impl import KERNEL_DTYPES, why_not_on
 from optim_kernels._kernels import muon_table as fields
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.tiles import cdiv
+from optim_kernels.functional._lists import called
 from optim_kernels.reference.muon import MuonRule, lr_scale
 from optim_utils.param_groups import MatrixView
 
@@ -32,6 +33,7 @@ class MuonTensors:
         step: with stochastic rounding, the number of steps taken, fp32 on the device; the plan advances it.
         place, seed: with stochastic rounding, the parameter's number and the seed, which choose the bits.
         group: the row of hyperparameters that is used.
+        name: what errors call the parameter.
     """
 
     param: Tensor
@@ -44,6 +46,11 @@ class MuonTensors:
     group: int = 0
     place: int = 0
     seed: int = 0
+    name: str | None = None
+
+    def called(self, kind: str, number: int) -> str:
+        """How errors call a tensor of a kind, this one's number in a plan being ``number``."""
+        return called(kind, number, self.name)
 
     def address_key(self) -> tuple[Any, ...]:
         """What the tables hold of parameter and state, to tell when a tensor was replaced or is read otherwise."""
@@ -192,7 +199,7 @@ def check_memory(tensors: Sequence[MuonTensors]) -> None:
         ):
             # meta tensors, of a plan that is only looked at, never have memory
             if tensor is not None and tensor.data_ptr() == 0 and not tensor.is_meta:
-                raise ValueError(f"{name}[{number}] has elements but no memory: its storage was freed")
+                raise ValueError(f"{t.called(name, number)} has elements but no memory: its storage was freed")
 
 
 def check_steps(tensors: Sequence[MuonTensors]) -> None:
@@ -200,7 +207,8 @@ def check_steps(tensors: Sequence[MuonTensors]) -> None:
     for number, t in enumerate(tensors):
         if t.step is not None and (t.step.dtype != torch.float32 or t.step.numel() != 1):
             raise ValueError(
-                f"steps[{number}] must be one fp32 number, got {t.step.dtype} of shape {tuple(t.step.shape)}"
+                f"{t.called('steps', number)} must be one fp32 number, got {t.step.dtype} of shape "
+                f"{tuple(t.step.shape)}"
             )
 
 
@@ -214,7 +222,7 @@ def check_moments(tensors: Sequence[MuonTensors], matrices: Sequence[Matrix]) ->
         if v is None or v.dtype != torch.float32 or not v.is_contiguous() or v.numel() != size:
             found = "none" if v is None else f"{v.dtype} of shape {tuple(v.shape)} and strides {v.stride()}"
             raise ValueError(
-                f"second_moments[{number}] must be contiguous fp32 of {size} elements (functional.new_second_moment "
-                f"makes it) for a parameter of shape {tuple(t.param.shape)} with {prod(t.param.shape)} elements; "
-                f"got {found}"
+                f"{t.called('second_moments', number)} must be contiguous fp32 of {size} elements "
+                f"(functional.new_second_moment makes it) for a parameter of shape {tuple(t.param.shape)} with "
+                f"{prod(t.param.shape)} elements; got {found}"
             )

@@ -65,11 +65,12 @@ class AdamWPlan:
         indices: Sequence[int] | None = None,
         starts: Sequence[int] | None = None,
         present: Sequence[Tensor | None] | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         """Check the tensors, sort them into launches and put their records on the device, unless that is done already.
 
         The arguments are those of ``adamw_``; ``groups`` says for each tensor which of the hyperparameters given to
-        ``step`` are its own.
+        ``step`` are its own, and ``names`` what errors call the parameters.
 
         Raises:
             ValueError: a tensor whose shape, dtype, device or memory layout the kernels cannot take.
@@ -96,13 +97,13 @@ class AdamWPlan:
         same = numbers == self._numbers and _are_same(tensors, self._tensors)
         if same and self._addresses.are_those_of(self._stored) and self._fit(grads):
             return
-        rows = zip(*tensors, *numbers, strict=True)
+        rows = zip(*tensors, *numbers, none if names is None else names, strict=True)
         planned = [PlannedTensor(i, *row) for i, row in enumerate(rows)]
         by_signature: dict[Signature, list[PlannedTensor]] = {}
         for tensor, grad in zip(planned, grads.tensors, strict=True):
             tensor.check(grad)
             by_signature.setdefault(tensor.signature(grad), []).append(tensor)
-        check_apart(params)
+        check_apart(params, [tensor.called("params") for tensor in planned])
         check_shared_steps(planned, grads.tensors)
         self._launches, self._known = _launches(list(by_signature.values()), grads.tensors), None
         # copies, because the caller may change its lists

@@ -89,7 +89,8 @@ class MuonPlan:
         check_shapes(self._params, "params", grads=grads, momentum_buffers=buffers, masters=masters)
         check_memory(tensors)
         check_steps(tensors)
-        check_apart(self._params)
+        check_apart(self._params, [t.called("params", i) for i, t in enumerate(tensors)])
+        self._grad_names = [t.called("grads", i) for i, t in enumerate(tensors)]
         self._state = [(t.momentum_buffer, t.second_moment, t.master, t.step) for t in tensors]
         self._device = first.param.device
         unordered = [matrix for i, t in enumerate(tensors) for matrix in matrices_of(i, t, rule)]
@@ -184,7 +185,8 @@ class MuonPlan:
         if not same_layout and any(grad.dtype != self._grad_dtype for grad in used):
             raise ValueError(f"gradients must stay {self._grad_dtype}, got {used[0].dtype}; build a new plan")
         if 0 in addresses and self._device.type != "meta":
-            raise ValueError(f"grads[{addresses.index(0)}] has elements but no memory: its storage was freed")
+            name = self._grad_names[addresses.index(0)]
+            raise ValueError(f"{name} has elements but no memory: its storage was freed")
         self._grad_addresses = addresses
         starts = [addresses[parameter] + offset for parameter, offset in self._offsets]
         self._inputs.set_addresses(starts)

@@ -58,7 +58,8 @@ def write_param(p: Tensor, master: Tensor | None, value: Tensor, bits: Rounding 
     if master is None:
         write(p, value, bits, STREAM_PARAM)
     elif master.dtype == torch.int16:
-        high, low = split_master(value)
+        # of wider moments the value is wider than a master
+        high, low = split_master(value.to(torch.float32))
         p.copy_(high)
         master.copy_(low)
     else:
