@@ -25,18 +25,19 @@ a candidate found before, one that fits, is not asked; the plan then says so amo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from optim_redist._inside import Inside
-from optim_redist._methods.candidates import (
-    copied_elements,
-    from_layouts,
-    from_phases,
-    from_ways,
-    one_exchange,
-)
+from optim_redist._methods.candidates import from_layouts, from_phases, from_ways, one_exchange
 from optim_redist._methods.collective_search import search_collectives
+from optim_redist._methods.least_seconds import (
+    least_of_gathering,
+    least_of_nearest,
+    least_of_one_hop,
+    least_of_sharing,
+    least_of_stopping_over,
+    least_of_two_hops,
+)
 from optim_redist._methods.packed import can_be_packed, packed_exchange
 from optim_redist._methods.reduce_inside import ways_to_reduce
 from optim_redist._methods.scatter import scattered
@@ -113,104 +114,6 @@ def best_relay(problem: Problem, limits: Bounds) -> tuple[str, int]:
     found = [(candidate.busiest, candidate.planner) for candidate in made if candidate is not None]
     moved, name = min([*found, (limits.single_hop, "direct")])
     return name, moved
-
-
-# -- least seconds of any candidate of a planner, from its number of exchanges and the bound on volume
-
-
-def _least_of_one_hop(request: Request, limits: Bounds) -> float:
-    crossing: dict[str, int] = {}
-    for cut in limits.cuts:
-        if cut.bandwidth:
-            crossing[cut.level] = max(crossing.get(cut.level, 0), cut.inbound, cut.outbound)
-    return _least(request, limits.lb, crossing)
-
-
-def _least_of_nearest(request: Request, limits: Bounds) -> float:
-    """Least seconds of one exchange straight from holders; exact if no part has holders in several groups."""
-    spread = request.groups.spread
-    crossing = {
-        level: max(max(group.direct_inbound, 0 if spread else group.direct_outbound) for group in groups)
-        for level, groups in request.groups.levels.items()
-    }
-    return _least(request, limits.single_hop, crossing) + _least_copying(
-        request, limits.direct_recv, limits.direct_send
-    )
-
-
-def _least_of_gathering(request: Request, limits: Bounds) -> float:
-    """Least seconds in which every rank receives all that it does not hold, straight from holders."""
-    problem = request.problem
-    total, num_ranks = problem.num_elements, len(problem.ranks)
-    gathered = sent = total - limits.live_src
-    if not problem.is_even:
-        sent = -(-(total * num_ranks - sum(held for held, _ in problem.num_stored.values())) // num_ranks)
-    crossing = {
-        level: max(len(group.ranks) * (total - group.held) for group in groups)
-        for level, groups in request.groups.levels.items()
-    }
-    # nothing moves while the rank takes its part of all that was gathered, which takes a call
-    return _least(request, max(gathered, sent), crossing) + request.model.call_seconds
-
-
-def _least(request: Request, moved: int, crossing: Mapping[str, int]) -> float:
-    """Least seconds to move these elements in place on the busiest rank and, by level, across the busiest border."""
-    model, width = request.model, request.itemsize
-    seconds = model.least_seconds(moved * width)
-    for level, amount in crossing.items():
-        if amount:
-            seconds = max(seconds, model.call_seconds + model.border_seconds(level, amount * width))
-    return seconds
-
-
-def _least_copying(request: Request, recv: int, send: int) -> float:
-    """Least seconds of packing and unpacking on the way from source to target, without layouts between them."""
-    return request.model.pack_seconds(copied_elements(request.problem, recv, send) * request.itemsize)
-
-
-def _least_of_two_hops(request: Request, limits: Bounds) -> float:
-    return _least_of_one_hop(request, limits) + request.model.least_seconds(0)
-
-
-def _least_of_stopping_over(request: Request, limits: Bounds) -> float:
-    # where nothing moves in one of the two exchanges, a rank still takes its part
-    return _least_of_one_hop(request, limits) + request.model.call_seconds
-
-
-def _least_of_sharing(request: Request, limits: Bounds) -> float:
-    """Least seconds of the hierarchical planner.
-
-    It takes two exchanges if it reduces, shares what was fetched, or lets needers forward. Otherwise it is one exchange
-    straight from the nearest holders.
-    """
-    problem = request.problem
-    if problem.num_contributions > 1:
-        return _least_of_two_hops(request, limits)
-    levels = list(request.groups.levels.values())
-    copying = _least_copying(request, limits.recv, limits.send)
-    if len(levels) > 1:
-        return _least_of_one_hop(request, limits) + copying
-    # if each part has its holders in one group, they send what they send in the direct exchange
-    forwards = limits.direct_send > limits.lb or request.groups.spread
-    for cut, group in zip(limits.cuts, levels[0]):
-        if (cut.inbound and _shares(problem, group)) or (
-            forwards and any(n > limits.lb * len(group.holders[part]) for part, n in group.demand_here.items())
-        ):
-            return _least_of_two_hops(request, limits) + copying
-    return _least_of_nearest(request, limits)
-
-
-def _shares(problem: Problem, group: Inside) -> bool:
-    """Whether several ranks of a group that lacks elements need the same ones from outside."""
-    counts = group.targets.values()
-    if max(counts) == 1 or min(counts) > 1:
-        return max(counts) > 1
-    return any(
-        count > 1 and problem.num_needed(point) > group.held_of_target[point] for point, count in group.targets.items()
-    )
-
-
-# -- the planners
 
 
 def held_without_moves(problem: Problem) -> int:
@@ -317,33 +220,33 @@ class _Planner(NamedTuple):
 
 
 _PLANNERS = {
-    "direct": _Planner(one_exchange, _least_of_one_hop),
+    "direct": _Planner(one_exchange, least_of_one_hop),
     "nearest": _Planner(
         lambda request, limits: one_exchange(request, limits, method="nearest"),
-        _least_of_nearest,
+        least_of_nearest,
         lambda request, limits: request.has_borders and request.groups.spread,
     ),
-    "spread": _Planner(_spread, _least_of_two_hops, _can_be_spread),
+    "spread": _Planner(_spread, least_of_two_hops, _can_be_spread),
     "forward": _Planner(
         lambda request, limits: from_phases("forward", request),
-        _least_of_two_hops,
+        least_of_two_hops,
         lambda request, limits: request.problem.num_contributions == 1 and limits.single_hop > limits.lb,
     ),
     "relay": _Planner(
         lambda request, limits: from_phases("relay", request),
-        _least_of_two_hops,
+        least_of_two_hops,
         lambda request, limits: request.problem.num_contributions > 1 and request.problem.dst_replicas > 1,
     ),
     "scatter": _Planner(
         _scatter,
-        _least_of_two_hops,
+        least_of_two_hops,
         lambda request, limits: request.problem.num_contributions > 1 and limits.direct_recv > limits.lb,
     ),
-    "hierarchical": _Planner(_hierarchical, _least_of_sharing, _can_be_hierarchical),
-    "packed": _Planner(packed_exchange, _least_of_one_hop, can_be_packed),
-    "stopover": _Planner(stopover, _least_of_stopping_over, can_stop_over),
-    "collectives": _Planner(_collectives, _least_of_one_hop, _on_one_set_of_ranks),
-    "notebook": _Planner(_notebook, _least_of_one_hop),
-    "naive": _Planner(_naive, _least_of_gathering, _can_gather),
+    "hierarchical": _Planner(_hierarchical, least_of_sharing, _can_be_hierarchical),
+    "packed": _Planner(packed_exchange, least_of_one_hop, can_be_packed),
+    "stopover": _Planner(stopover, least_of_stopping_over, can_stop_over),
+    "collectives": _Planner(_collectives, least_of_one_hop, _on_one_set_of_ranks),
+    "notebook": _Planner(_notebook, least_of_one_hop),
+    "naive": _Planner(_naive, least_of_gathering, _can_gather),
 }
 _DEFAULT = [name for name in _PLANNERS if name != "notebook"]
