@@ -4,7 +4,7 @@ What is where:
 
     live → planned → stateful → base          the classes, one layer each: interface, plan, state, step; ``_connect``,
                                               ``_extend``, ``_replace`` and ``close`` go from right to left by super()
-    options construction                      what comes in,
+    options group_checks construction         what comes in,
     agreement before_building                 and whether ranks agree on it
     entries shards kept_items multipliers     a parameter, this rank's part of it, the items of a step
     bucketed pending_sums                     where parameters lie: in buckets; DTensors' gradients
