@@ -221,6 +221,11 @@ def test_unsplit_refuses_wrong_blocks():
         multi_dim_unsplit((*blocks[:3], torch.zeros(2, 2, dtype=torch.float64)), 2, (4, 4))
 
 
+def test_unsplit_infers_no_size():
+    with pytest.raises(ValueError, match=r"shape=\(-1, 4\) must hold the sizes of the tensor"):
+        multi_dim_unsplit([torch.zeros(4, 4)], 4, (-1, 4))
+
+
 def test_split_and_unsplit_carry_gradients():
     tensor = torch.randn(5, 3, requires_grad=True)
     blocks = multi_dim_split(tensor, 2)

@@ -64,8 +64,11 @@ def multi_dim_unsplit(
 
     Raises:
         TypeError: for a block that is no tensor.
-        ValueError: if the number of blocks, a block's shape, or the dtypes and devices of the blocks do not fit.
+        ValueError: if the number of blocks, a block's shape, or the dtypes and devices of the blocks do not fit, or
+            for a negative size in ``shape``.
     """
+    if any(size < 0 for size in shape):
+        raise ValueError(f"shape={tuple(shape)} must hold the sizes of the tensor, none of them negative")
     # splitting an expanded meta element gives the shape that every block has to have, without memory
     expected = [
         block.shape for block in multi_dim_split(torch.empty((), device="meta").expand(tuple(shape)), split_size)
