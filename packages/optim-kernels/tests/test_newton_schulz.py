@@ -228,6 +228,8 @@ def test_the_input_is_not_changed_and_out_is_filled() -> None:
         ({"coefficients": (torch.tensor(3.4), -4.7, 2.0)}, "triple"),
         ({"coefficients": [(3.4, -4.7, 2.0), (3.4, -4.7, torch.tensor(2.0))]}, "triple"),
         ({"coefficients": ("abc", "you")}, "triple"),
+        ({"coefficients": (3.4, float("nan"), 2.0)}, "triple .* of finite numbers"),
+        ({"coefficients": [(3.4, -4.7, 2.0), (float("inf"), -4.7, 2.0)]}, "triple .* of finite numbers"),
         ({"restarts": (3, 2)}, "restarts"),
         ({"restarts": (2, 2)}, "restarts must be increasing"),
         ({"restarts": 2}, "restarts must be"),

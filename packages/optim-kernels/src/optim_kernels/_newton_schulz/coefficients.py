@@ -5,6 +5,7 @@ A set that is shorter than the number of steps repeats its last triple.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from numbers import Real
 from typing import TypeAlias
@@ -93,7 +94,8 @@ def resolve(coefficients: str | Sequence[float] | Sequence[Sequence[float]], ste
             rows = [rows]
         if not rows or not all(map(_is_triple, rows)):
             raise ValueError(
-                f"coefficients are a name, a triple (a, b, c) of numbers or a list of triples, got {coefficients!r}"
+                "coefficients are a name, a triple (a, b, c) of finite numbers or a list of triples, got "
+                f"{coefficients!r}"
             )
         triples = tuple((float(row[0]), float(row[1]), float(row[2])) for row in rows)  # type: ignore[index]
     return tuple(triples[min(i, len(triples) - 1)] for i in range(steps))
@@ -101,4 +103,6 @@ def resolve(coefficients: str | Sequence[float] | Sequence[Sequence[float]], ste
 
 def _is_triple(row: object) -> bool:
     # no tensors, whose values may change after this was looked up
-    return isinstance(row, Sequence) and len(row) == 3 and all(isinstance(number, Real) for number in row)
+    if not isinstance(row, Sequence) or len(row) != 3:
+        return False
+    return all(isinstance(number, Real) and math.isfinite(number) for number in row)
