@@ -13,6 +13,22 @@ from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW
 
 scenario = Scenarios()
 ROWS, TWICE = [Replicate(), Shard(0)], [Shard(0), Replicate()]
+# by what is put into a state or group, what the error says of it
+OF_STATES = {
+    "sparse": ("exp_avg", lambda value: value.to_sparse(), r"exp_avg of w must be dense numbers"),
+    "complex": ("exp_avg", lambda value: value.to(torch.complex64), r"exp_avg of w must be dense numbers"),
+    "no tensor": ("exp_avg_sq", lambda value: None, r"exp_avg_sq of w must be a tensor, got a NoneType"),
+    "no values": ("exp_avg", lambda value: value.to("meta"), r"exp_avg of w has no values"),
+    "several counts": ("step", lambda value: torch.ones(2), r"step of w must be a 0-d tensor that counts steps"),
+    "text": ("step", lambda value: "3", r"step of w must be a 0-d tensor that counts steps, got '3'"),
+    "no count": ("step", lambda value: torch.tensor(-1.0), r"step of w must be a number of steps, got -1\.0"),
+}
+OF_GROUPS = {
+    "lr": ("1e-3", "lr must be a number or a 1-element tensor, got '1e-3'"),
+    "weight_decay": (None, "weight_decay must be a number or a 1-element tensor, got None"),
+    "betas": ((0.9,), r"betas must be a pair, got \(0\.9,\)"),
+    "maximize": ("no", "maximize must be True or False, got 'no'"),
+}
 CLASSES = {
     "AdamW": lambda p: TritonDistAdamW([("w", p)]),
     "Muon": lambda p: TritonDistMuon([("w", p)]),
@@ -68,6 +84,38 @@ def states_of_another_kind_of_optimizer_are_refused(rank, world_size):
             match = r"to load of w has .*, but (AdamW|Muon) needs .*; load the state of|group 0 was saved with kind="
             with pytest.raises(ValueError, match=match):
                 optimizer.load_full_state_dict(full[0])
+
+
+@scenario(1, 2)
+def what_no_step_can_go_on_with_is_refused(rank, world_size):
+    """Nothing has changed then: state and groups are those from before."""
+    device = device_of(rank)
+    for name in ("AdamW", "adamw"):
+        p = nn.Parameter(torch.ones(16, 8, device=device))
+        optimizer = stepped(CLASSES[name], p)
+        before = [optimizer.full_state_dict()]
+        if world_size > 1:
+            dist.broadcast_object_list(before, src=0)
+
+        def check_refused(full, match, optimizer=optimizer, before=before):
+            with pytest.raises(ValueError, match=match):
+                optimizer.load_full_state_dict(full)
+            if world_size == 1:
+                with pytest.raises(ValueError, match=match):
+                    optimizer.load_state_dict(full)
+            after = optimizer.full_state_dict()
+            if rank == 0:
+                assert str(after) == str(before[0])
+
+        for key, change, message in OF_STATES.values():
+            full = copy.deepcopy(before[0])
+            full["state"][0][key] = change(full["state"][0][key])
+            check_refused(full, f"the loaded {message}")
+        for key, (value, message) in OF_GROUPS.items():
+            full = copy.deepcopy(before[0])
+            full["param_groups"][0][key] = value
+            check_refused(full, f"group 0 cannot be taken over: {message}")
+        optimizer.load_full_state_dict(before[0])
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])

@@ -6,6 +6,7 @@ runs `out_of_inference_mode`.
 """
 
 from optim_kernels._optimizers.base import ELEMENTWISE_KEYS
+from optim_kernels._optimizers.fitting import check_loaded
 from optim_kernels._optimizers.followed_writes import FollowedWrites, can_be_followed
 from optim_kernels._optimizers.inference import out_of_inference_mode
 from optim_kernels._optimizers.plain_options import make_groups_plain, with_dtypes
@@ -19,6 +20,7 @@ __all__ = [
     "KnownStates",
     "MasterWeights",
     "can_be_followed",
+    "check_loaded",
     "make_groups_plain",
     "master_of",
     "out_of_inference_mode",

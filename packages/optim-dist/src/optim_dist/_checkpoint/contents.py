@@ -23,7 +23,7 @@ from optim_dist._optimizers.shards import Shard
 from optim_dist._optimizers.states import dense_stride, in_memory_order, stamped
 from optim_dist.plan import ParameterSpec, Piece, dtype_name
 from optim_dist.planning import contiguous_stride
-from optim_kernels.states import ELEMENTWISE_KEYS, make_groups_plain
+from optim_kernels.states import ELEMENTWISE_KEYS, make_groups_plain, with_dtypes
 from optim_redist import Layout
 
 SCALARS = ("step",)
@@ -146,7 +146,7 @@ def compare_groups(
         for spec in specs
         if members.get(spec.name, spec.group) != spec.group
     ]
-    faults = [optimizer.group_fault(number, theirs) for number, theirs in enumerate(saved)]
+    faults = [optimizer.group_fault(number, theirs) for number, theirs in enumerate(map(with_dtypes, saved))]
     return problems + [f"group {number} {fault}" for number, fault in enumerate(faults) if fault]
 
 

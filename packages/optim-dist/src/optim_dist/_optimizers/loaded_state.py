@@ -18,9 +18,10 @@ from torch.optim import Optimizer
 from optim_dist._optimizers.construction import layout_of
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.live import LiveOptimizer
+from optim_dist._optimizers.state_part import StatePart
 from optim_dist._optimizers.states import make_codes_numbers, numbers_in_groups
 from optim_dist.plan import Plan, RouteName
-from optim_kernels.states import ELEMENTWISE_KEYS, with_dtypes
+from optim_kernels.states import ELEMENTWISE_KEYS, check_loaded, with_dtypes
 from optim_utils.param_groups import MatrixView
 
 # state keys that each update needs, if there is a state at all
@@ -28,6 +29,8 @@ NEEDED_KEYS: Mapping[RouteName, tuple[str, ...]] = {
     "adamw": ("step", "exp_avg", "exp_avg_sq"),
     "muon": ("momentum_buffer",),
 }
+# state keys of tensors
+_NUMBERS = (*ELEMENTWISE_KEYS, "second_momentum_buffer")
 _UPDATE_NAMES: Mapping[RouteName, str] = {"adamw": "AdamW", "muon": "Muon"}
 
 # options of a group that stay those of the optimizer that loads: a loaded state is converted to its formats
@@ -64,7 +67,7 @@ def check_states(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> None:
         parameter, place = entry.parameter, numbers[id(entry.parameter)]
         # if there are fewer, torch's own error says so
         state = state_dict["state"].get(saved_ids[place], {}) if place < len(saved_ids) else {}
-        if fault := lacking(state, entry):
+        if fault := unusable(state, entry):
             raise ValueError(fault)
         is_cut = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
         if not is_cut and optimizer.communicator.world_size > 1:
@@ -82,8 +85,14 @@ def check_states(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> None:
                 raise ValueError(f"the {key} to load of {entry.name} {fault}")
 
 
-def lacking(state: Mapping[str, Any], entry: Entry) -> str:
-    """Why the entry's update cannot use a state, as its keys are another optimizer's; empty if it can."""
+def unusable(state: Mapping[str, Any], entry: Entry) -> str:
+    """Why the entry's update cannot use a state: no numbers, or the keys of another optimizer; empty if it can."""
+    # parts fit if their plan does
+    values = {key: value for key, value in state.items() if not isinstance(value, StatePart)}
+    try:
+        check_loaded(values, entry.parameter, _NUMBERS, entry.name)
+    except ValueError as error:
+        return str(error)
     missing = [key for key in NEEDED_KEYS[entry.route] if key not in state]
     if not state or not missing:
         return ""

@@ -204,17 +204,20 @@ class StatefulOptimizer(PlannedOptimizer):
         self._masters.note(self)
 
     def group_fault(self, number: int, saved: dict[str, Any]) -> str:
-        group = self.param_groups[number]
-        taken = {**group, **saved, "params": group["params"]}
-        if "views" in group:
-            taken["views"] = group["views"]
+        group, kept = self.param_groups[number], {"params", "param_names", *loaded_state.OWN_OPTIONS}
+        taken = {**group, **{key: value for key, value in saved.items() if key not in kept}}
         if self._route_name(taken) != self._route_name(group):
             return (
                 f"was saved with kind={self._route_name(taken)!r}, this optimizer has kind="
                 f"{self._route_name(group)!r}; list groups in the order in which they were saved"
             )
-        is_alike = not loaded_state.has_other_views(saved, group) and self._reads_as_planned(number, taken)
-        return "" if is_alike else loaded_state.OTHER_VIEWS
+        if loaded_state.has_other_views(saved, group) or not self._reads_as_planned(number, taken):
+            return loaded_state.OTHER_VIEWS
+        try:
+            self._check_group(taken, stepped=True)
+        except (TypeError, ValueError) as error:
+            return f"cannot be taken over: {error}"
+        return ""
 
     # the state of all ranks, in torch's one-process form
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -13,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from optim_dist._optimizers.construction import layout_of, local
+from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.live import LiveOptimizer
-from optim_dist._optimizers.loaded_state import lacking
+from optim_dist._optimizers.loaded_state import unusable
 from optim_dist._optimizers.shards import Shard
 from optim_dist._optimizers.states import (
     as_numbers,
@@ -121,14 +123,8 @@ def cut_full_state_dict(optimizer: LiveOptimizer, state_dict: dict[str, Any]) ->
     """A one-process state, the same on every rank, in the form of this rank's ``state_dict()``: cut to its parts."""
     numbers, shards = numbers_in_groups(optimizer), optimizer.shards()
     # check all parameters, so that every rank refuses what one refuses
-    problems = [
-        f"{entry.name}.{key}: shape {tuple(value.shape)}, expected {spec.shape}"
-        for spec, entry in zip(optimizer.plan.parameters, optimizer.entries)
-        for key, value in state_dict["state"].get(numbers[id(entry.parameter)], {}).items()
-        if key in ELEMENTWISE_KEYS and tuple(value.shape) != spec.shape
-    ]
-    found = [lacking(state_dict["state"].get(numbers[id(entry.parameter)], {}), entry) for entry in optimizer.entries]
-    problems += filter(None, found)
+    states = [state_dict["state"].get(numbers[id(entry.parameter)], {}) for entry in optimizer.entries]
+    problems = [*chain.from_iterable(map(_faults, states, optimizer.entries, optimizer.plan.parameters))]
     if problems:
         raise ValueError("a state that does not fit:\n  " + "\n  ".join(problems))
     parts: dict[int, dict[str, Any]] = {}
@@ -139,6 +135,17 @@ def cut_full_state_dict(optimizer: LiveOptimizer, state_dict: dict[str, Any]) ->
             parts.setdefault(place, {})[key] = cut(value, spec, shard) if key in ELEMENTWISE_KEYS else value
     stamp = stamped({}, optimizer.plan, optimizer.communicator.rank)
     return {"state": parts, "param_groups": state_dict["param_groups"], **stamp}
+
+
+def _faults(state: Mapping[str, Any], entry: Entry, spec: ParameterSpec) -> list[str]:
+    """What keeps a parameter's whole state from being taken over."""
+    if fault := unusable(state, entry):
+        return [fault]
+    return [
+        f"{entry.name}.{key}: shape {tuple(value.shape)}, expected {spec.shape}"
+        for key, value in state.items()
+        if key in ELEMENTWISE_KEYS and tuple(value.shape) != spec.shape
+    ]
 
 
 def cut(value: Tensor, spec: ParameterSpec, shard: Shard) -> Tensor:
