@@ -233,7 +233,7 @@ class TritonAdamW(PrivateState, TorchAdamW):
             (group, own, [grads[index] for index in indices], [self._own_state[param] for param in own], indices)
             for group, indices, own in prepared.with_torch
         ]
-        prepared.refuse_unfit(grads, why_unfit_state, self._parameter_names)
+        prepared.with_torch.refuse_unfit(grads, why_unfit_state, self._parameter_names)
         for group, own, own_grads, own_states, _ in with_torch:
             check_adamw_scalars(group)
             check_step(group, own, own_grads, own_states, self._parameter_names)

@@ -152,7 +152,7 @@ class TritonMuonAdamW(MuonOptimizer):
             adamw_groups, params, grads, self._state_to_check(), known=self._adamw, prepare=prepare
         )
         self._adamw = adamw
-        adamw.refuse_unfit(grads, _why_unfit, self._parameter_names)
+        adamw.with_torch.refuse_unfit(grads, _why_unfit, self._parameter_names)
         if adamw.kernels is not None:
             adamw.kernels.get_ready(
                 adamw_groups, seen, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor

@@ -9,7 +9,8 @@ What is where:
     kinds plain_options                       groups of both kinds, and as a state dict holds them
     storage followed_writes                   dtypes of parameters, masters, step counts; masters that follow writes
     adamw_options adamw_state adamw_codes     AdamW's options, states and their 8-bit codes
-    adamw_paths adamw_step adamw_torch        what updates a parameter; by the kernels; by torch
+    adamw_paths adamw_step                    what updates a parameter; the prepared step, with the kernels' part
+    adamw_parts adamw_torch                   plain torch's part, and its step
     muon_base muon_options muon_entries       what Muon's classes share, their options, and matrices
     muon_batches muon_planner muon_steady     what is stepped together, its step, recognising one like the one before
     muon_explain                              what is said of it

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import is_dtensor, local
-from optim_kernels._impl import PLAIN_TYPES
 from optim_kernels._optimizers.adamw_options import check_adamw_scalars
+from optim_kernels._optimizers.adamw_parts import Group, State, TorchPart, TorchParts
 from optim_kernels._optimizers.followed_writes import can_be_followed
 from optim_kernels._optimizers.private_state import KnownStates
 from optim_kernels._optimizers.storage import master_of
@@ -20,18 +19,6 @@ from optim_kernels._options import check_scalar_tensors
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import KnownAddresses, KnownKinds, TensorList
 from optim_kernels.reference.adamw import AdamWScalars
-
-_PLAIN_TYPES = frozenset(PLAIN_TYPES)
-Group = dict[str, Any]
-State = dict[str, Any]
-
-
-class TorchPart(NamedTuple):
-    """What plain torch updates: a group, its parameters, and their numbers among all."""
-
-    group: Group
-    indices: list[int]
-    params: list[Tensor]
 
 
 class AdamWStep:
@@ -158,6 +145,7 @@ class PreparedStep:
         names: of all parameters, for errors.
 
     Attributes:
+        with_torch: what plain torch updates.
         followed, masters: the parameters with gradients that have an fp32 master and can be followed, and the masters.
     """
 
@@ -192,7 +180,7 @@ class PreparedStep:
                 part = by_group.setdefault(number, TorchPart(groups[number], [], []))
                 part.indices.append(index)
                 part.params.append(params[index])
-        self.with_torch = list(by_group.values())
+        self.with_torch = TorchParts(list(by_group.values()), states)
         followed = [p for p, grad in zip(params, grads) if grad is not None and "master" in states[p]]
         self.followed = [*filter(can_be_followed, followed)]
         self.masters = [states[p]["master"] for p in self.followed]
@@ -200,13 +188,6 @@ class PreparedStep:
         self._of_group, self._options = options, list(map(options, groups))
         self._params, self._keys, self._states = params, list(states), list(states.values())
         self._types = list(map(type, grads))
-        # what plain torch updates may move; but another tensor in its place may need to be converted, or followed
-        self._state_of = {param: states[param] for part in self.with_torch for param in part.params}
-        self._contents = [states[param].values() for part in self.with_torch for param in part.params]
-        self._held = list(chain.from_iterable(self._contents))
-        self._torch_kinds = KnownKinds(with_shapes=True)
-        # the kinds of tensors that were last found to fit each other
-        self._fitting: list[Any] | None = None
         self._kernel_indices = None if len(indices) == len(grads) else indices
 
     def is_for(
@@ -238,48 +219,9 @@ class PreparedStep:
             len(states) == len(self._states)
             and all(map(is_, states, self._keys))
             and all(map(is_, states.values(), self._states))
-            and self._holds_the_same()
+            and self.with_torch.hold_the_same()
             and (self.kernels is None or self.kernels.states.are_unchanged())
         )
-
-    def _holds_the_same(self) -> bool:
-        held = list(chain.from_iterable(self._contents))
-        return len(held) == len(self._held) and all(map(is_, held, self._held))
-
-    def refuse_unfit(
-        self,
-        grads: list[Tensor | None],
-        why_unfit: Callable[[Tensor, Tensor, Group, State], str | None],
-        names: Callable[[], Mapping[Tensor, str]],
-    ) -> None:
-        """Raise ``ValueError``, by name, for a parameter that plain torch cannot update.
-
-        Args:
-            why_unfit: what is wrong with a parameter, its gradient and its state in a group; asked only if these are of
-                other shapes, strides, dtypes or devices than in the step before.
-        """
-        if not self.with_torch:
-            return
-        own = [(group, param, grads[index]) for group, *both in self.with_torch for index, param in zip(*both)]
-        kinds = self._kinds_of([*(param for _, param, _ in own), *(grad for *_, grad in own), *self._held])
-        if kinds is not None and kinds is self._fitting:
-            return
-        for group, param, grad in own:
-            assert grad is not None
-            reason = why_unfit(param, grad, group, self._state_of[param])
-            if reason is not None:
-                raise ValueError(f"{names()[param]} cannot be updated: {reason}")
-        self._fitting = kinds
-
-    def _kinds_of(self, values: list[Any]) -> list[Any] | None:
-        """The kinds of the tensors among these, the same object as long as they stay; ``None`` for unusual classes."""
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        return self._torch_kinds.of(tensors) if set(map(type, tensors)) <= _PLAIN_TYPES else None
-
-    def has_dense_gradients(self) -> bool:
-        """Whether plain torch's gradients are dense; among the kernels', a sparse one fails in ``look_at``."""
-        grads = (param.grad for part in self.with_torch for param in part.params)
-        return all(grad is not None and grad.layout is torch.strided for grad in grads)
 
     def look_at(self, grads: list[Tensor | None]) -> TensorList:
         """The gradients of the parameters that the kernels update."""
@@ -308,7 +250,8 @@ def prepared_for(
         states: as for ``PreparedStep.is_for``.
         prepare: makes a prepared step; raises for gradients that are not dense.
     """
-    if known is None or not known.is_for(groups, params, grads, states) or not known.has_dense_gradients():
+    # among the kernels' gradients, a sparse one fails in ``look_at``
+    if known is None or not known.is_for(groups, params, grads, states) or not known.with_torch.have_dense_gradients():
         known = prepare()
     try:
         seen = known.look_at(grads)
