@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from optim_dist._optimizers.construction import layout_of
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.live import LiveOptimizer
-from optim_dist._optimizers.state_part import StatePart
 from optim_dist._optimizers.states import make_codes_numbers, numbers_in_groups
 from optim_dist.plan import Plan, RouteName
 from optim_kernels.states import ELEMENTWISE_KEYS, check_loaded, with_dtypes
@@ -67,10 +66,11 @@ def check_states(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> None:
         parameter, place = entry.parameter, numbers[id(entry.parameter)]
         # if there are fewer, torch's own error says so
         state = state_dict["state"].get(saved_ids[place], {}) if place < len(saved_ids) else {}
-        if fault := unusable(state, entry):
-            raise ValueError(fault)
         is_cut = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
-        if not is_cut and optimizer.communicator.world_size > 1:
+        is_in_parts = not is_cut and optimizer.communicator.world_size > 1
+        if fault := _lacking(state, entry) if is_in_parts else unusable(state, entry):
+            raise ValueError(fault)
+        if is_in_parts:
             continue
         for key, value in state.items():
             if key not in ELEMENTWISE_KEYS or not isinstance(value, Tensor):
@@ -86,13 +86,16 @@ def check_states(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> None:
 
 
 def unusable(state: Mapping[str, Any], entry: Entry) -> str:
-    """Why the entry's update cannot use a state: no numbers, or the keys of another optimizer; empty if it can."""
-    # parts fit if their plan does
-    values = {key: value for key, value in state.items() if not isinstance(value, StatePart)}
+    """Why the entry's update cannot use a state that is not in parts; empty if it can."""
     try:
-        check_loaded(values, entry.parameter, _NUMBERS, entry.name)
+        check_loaded(state, entry.parameter, _NUMBERS, entry.name)
     except ValueError as error:
         return str(error)
+    return _lacking(state, entry)
+
+
+def _lacking(state: Mapping[str, Any], entry: Entry) -> str:
+    """Why the entry's update cannot use a state, as its keys are another optimizer's; empty if it can."""
     missing = [key for key in NEEDED_KEYS[entry.route] if key not in state]
     if not state or not missing:
         return ""
