@@ -170,10 +170,27 @@ def test_plans_of_every_type_are_executed(capsys, tmp_path, dtype):
     path = tmp_path / "plan.json"
     task = ["--shape", "5,3", "--mesh", "4", "--src", "S(0)", "--dst", "S(1)", "--dtype", dtype]
     path.write_text(run(capsys, "plan", *task, "--json"))
-    # of five ranks one has no part
+    # of five ranks one is not needed
     for how in ("simulate", "gloo:5")[: 1 + (dtype == "bf16")]:
         text = run(capsys, "verify", str(path), "--execute", how)
         assert text == "1 redistributions proven, 1 executed, 0 wrong\n"
+
+
+def test_only_ranks_that_have_something_to_run_are_started(capsys, monkeypatch):
+    started = []
+
+    def run_ranks(function, world_size, tasks, **options):
+        started.append((world_size, len(tasks)))
+        return [[] for _ in range(world_size)]
+
+    monkeypatch.setattr("optim_utils.testing.run_ranks", run_ranks)
+    rows = json.loads(EXAMPLES.read_text())["redistributions"][:20]
+    widest = max(map(_ranks, rows))
+    run(capsys, "verify", str(EXAMPLES), "--execute", "gloo:99999999", "--limit", "20")
+    assert started == [(widest, 20)]
+    text = run(capsys, "verify", str(EXAMPLES), "--execute", "gloo:1", "--limit", "20")
+    assert text.startswith("20 redistributions proven, 0 executed, 0 wrong")
+    assert len(started) == 1
 
 
 def test_how_to_execute_is_refused_before_anything_is_proven(capsys):

@@ -170,15 +170,18 @@ def _on_ranks(tasks: Sequence[Task], num_ranks: int) -> list[str | None]:
     """As ``_simulated``, on real ranks, one process each; None also for tasks on more ranks than there are."""
     from optim_utils.testing import run_ranks
 
+    highest = [max((*task.src.mesh.ranks, *task.dst.mesh.ranks)) for task in tasks]
     fitting = [
         number
         for number, task in enumerate(tasks)
-        if max((*task.src.mesh.ranks, *task.dst.mesh.ranks)) < num_ranks
-        and not task.src.partial
-        and not task.dst.partial
+        if highest[number] < num_ranks and not task.src.partial and not task.dst.partial
     ]
-    wrong = run_ranks(_run_on_rank, num_ranks, [tasks[number] for number in fitting], timeout=600.0)
     outcomes: list[str | None] = [None] * len(tasks)
+    if not fitting:
+        return outcomes
+    # the others would have nothing to do
+    num_ranks = 1 + max(highest[number] for number in fitting)
+    wrong = run_ranks(_run_on_rank, num_ranks, [tasks[number] for number in fitting], timeout=600.0)
     for place, number in enumerate(fitting):
         ranks = [rank for rank in range(num_ranks) if place in wrong[rank]]
         outcomes[number] = f"ranks {ranks} end with other elements than the target has" if ranks else ""
