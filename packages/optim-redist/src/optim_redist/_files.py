@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -13,6 +14,8 @@ from optim_redist.errors import RedistError
 
 Made = TypeVar("Made")
 
+# evaluating the texts of annotations takes longer than all else here
+_types_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 _WORDS: dict[Any, str] = {
     float: "a number",
     int: "a whole number",
@@ -69,7 +72,7 @@ def record(kind: type[Made], fields: Mapping[str, Any]) -> Made:
     Raises:
         RedistError: for one that is of another type: a text among the numbers, for example.
     """
-    hints = get_type_hints(kind)
+    hints = _types_of(kind)
     for name, value in fields.items():
         hint = hints.get(name, object)
         if not _is_of(value, hint):
