@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from optim_kernels import COEFFICIENTS, NSConfig, TritonMuon
 from optim_kernels._impl import multiplies_fp64_fast
+from optim_kernels._newton_schulz import tile_choice
 from optim_kernels._newton_schulz.tiles import (
     INTERPRETED,
     LONE,
@@ -288,6 +289,16 @@ def test_tile_choice() -> None:
     for m in range(1, 600, 13):
         assert symmetric_tiles(m, Tile(128, 256, 64, 8, 3)) * 128 * 256 * 2 >= m * m
         assert symmetric_tiles(m, INTERPRETED) == sum(i + 1 for i in range(-(-m // INTERPRETED.rows)))
+
+
+def test_more_matrices_than_a_grid_takes_have_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_an_h200 = {"is_interpreted": False, "has_gluon": True, "num_multiprocessors": 132, "shared_bytes": 227 << 10}
+    for name, value in on_an_h200.items():
+        monkeypatch.setattr(tile_choice, name, lambda *_, value=value: value)
+    for symmetric in (True, False):
+        for batch, is_lone in ((1, True), (2**16 - 1, True), (2**16, False)):
+            x = torch.empty(batch, 512, 512, dtype=torch.float16, device="meta")
+            assert tile_choice.tile_of_one(x, x, symmetric=symmetric).lone == is_lone
 
 
 VARIANTS = {

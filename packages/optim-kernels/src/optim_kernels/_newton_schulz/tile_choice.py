@@ -15,6 +15,7 @@ from optim_kernels._newton_schulz.tiles import (
     FULL_PRECISION,
     IN_FP64,
     INTERPRETED,
+    MOST_LONE_MATRICES,
     Tile,
     fitted,
     general_tile,
@@ -88,10 +89,14 @@ def may_copy_ahead(programs: int, device: torch.device) -> bool:
 
 
 def tile_of_one(a: Tensor, b: Tensor, *, symmetric: bool, shifted: bool = False, exact: bool = False) -> Tile:
-    """The tile of ``a bᵀ``, symmetric, or ``a b`` for one matrix, whatever the size of the batch."""
-    m, k = a.shape[-2:]
+    """The tile of ``a bᵀ``, symmetric, or ``a b`` for one matrix, whatever the size of the batch.
+
+    Only batches that lone tiles cannot take have another one, which gives the same bits.
+    """
+    batch, m, k = a.shape
 
     def choose(num_sms: int, hopper: bool) -> Tile:
+        hopper &= batch <= MOST_LONE_MATRICES
         if symmetric:
             return symmetric_tile(m, k, 1, num_sms, a is b, hopper, shifted)
         return general_tile(m, b.shape[-1], k, 1, num_sms, hopper)

@@ -111,6 +111,8 @@ LONE = (Tile(128, 128, 64, 12, 5, lone=True), Cost(5.5, 0.6, 1.4))
 LONE_SMALL = (Tile(64, 64, 128, 8, 6, lone=True), Cost(2.85, 0.1, 0.8))
 LONE_HALF = (Tile(64, 128, 128, 8, 4, lone=True), Cost(3.3, 0.2, 0.8))
 LONE_SYMMETRIC = (LONE, LONE_HALF, LONE_SMALL)
+# A launch has its matrices in the second dimension of its grid.
+MOST_LONE_MATRICES = 2**16 - 1
 LONE_GENERAL = (
     (Tile(128, 256, 64, 12, 3, lone=True), Cost(10.6, 2.6, 0.6)),
     (Tile(192, 128, 64, 16, 5, lone=True), Cost(7.6, 2.6, 0.6)),
