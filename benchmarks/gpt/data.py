@@ -102,9 +102,11 @@ def _split_by_name(files: list[Path], folder: Path) -> tuple[bytes, bytes]:
 
 
 def _texts(files: list[Path]) -> Iterator[tuple[Path, bytes]]:
-    """The files and their bytes, as far as all of them have ``_MAX_BYTES``."""
+    """The files and their bytes, up to ``_MAX_BYTES`` of all files; what comes after these is not opened."""
     left = _MAX_BYTES
     for file in files:
+        if left == 0:
+            return
         with file.open("rb") as opened:
             text = opened.read(left)
         yield file, text

@@ -288,6 +288,7 @@ def test_large_text_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert bytes(load_corpus(tmp_path, context=32).train) == b"a" * 900
     (tmp_path / "a.txt").write_text("a" * 2000)
     assert len(load_corpus(tmp_path, context=32).train) == 900
+    assert [len(text) for _, text in data._texts([tmp_path / "a.txt", tmp_path / "absent.txt"])] == [1000]
 
 
 def test_too_little_text_is_named(tmp_path: Path) -> None:
