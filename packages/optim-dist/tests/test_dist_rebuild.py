@@ -3,6 +3,9 @@
 What differs between the two is where the state has been: here it went from owner to owner, there over one process.
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -126,6 +129,16 @@ def with_reductions_and_gathers_under_way(rank, world_size):
             net.zero_grad()
         assert_same(values(net), values(twin))
     assert len(dist.distributed_c10d._world.pg_names) == groups
+
+
+@scenario(2)
+def nothing_of_a_former_plan_stays(rank, world_size):
+    net = make_net(rank)
+    optimizer = TritonDistAdamW(net.named_parameters(), model=net)
+    former = weakref.ref(optimizer._bucketed._gathers)
+    optimizer.rebuild_plan()
+    gc.collect()
+    assert former() is None
 
 
 @scenario(1, 2, 3)

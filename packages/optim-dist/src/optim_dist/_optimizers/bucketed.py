@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,7 @@ class BucketedParameters:
         weakref.finalize(self, self.reduction.remove_hooks)
         self._reducer: Reducer | None = None
         self._gathers: ForwardGathers | None = None
+        self._at_end: weakref.finalize[..., Any] | None = None  # what becomes of gathers in flight
 
     def extend(self, plan: Plan, entries: Sequence[Entry]) -> None:
         """Build the plan's new buckets, and move their parameters into them."""
@@ -105,8 +106,11 @@ class BucketedParameters:
         if options.model is not None and options.overlap:
             if self._gathers is not None:
                 self._gathers.close()
+            if self._at_end is not None:
+                self._at_end.detach()
             self._gathers = ForwardGathers(options.model, self.buckets, watches_reads=options.debug)
-            weakref.finalize(self, self._gathers.release, self._communicator).atexit = False
+            self._at_end = weakref.finalize(self, self._gathers.release, self._communicator)
+            self._at_end.atexit = False
         self._order = self._in_order()
         if self._gathers is not None and isinstance(self.reduction, BackwardReduction):
             self.reduction.arrange(self._order)
