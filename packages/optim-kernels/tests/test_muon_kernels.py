@@ -34,8 +34,9 @@ from optim_utils.param_groups import MatrixView
 
 pytest.importorskip("triton")
 from optim_kernels import muon_kernels as mk
+from optim_kernels._kernels.lone_places import lone_place, quotient
 from optim_kernels._kernels.normalize import Norm, Start
-from optim_kernels._kernels.product import folded_tile, quotient, rectangle_tile, triangle_tile
+from optim_kernels._kernels.product import rectangle_tile, triangle_tile
 from optim_kernels._newton_schulz.iterations import normalize
 from optim_kernels._triton import FUSED, tl, triton
 
@@ -49,12 +50,10 @@ def assert_near(x: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 @triton.jit
-def _tiles_kernel(out, T, GROUP: tl.constexpr, WAY: tl.constexpr):
+def _tiles_kernel(out, T, GROUP: tl.constexpr, RECTANGLE: tl.constexpr):
     q = tl.program_id(0)
-    if WAY == "rectangle":
+    if RECTANGLE:
         i, j = rectangle_tile(q, T, T + 3, GROUP)
-    elif WAY == "folded":
-        i, j = folded_tile(q, T)
     else:
         i, j = triangle_tile(q, T, GROUP)
     tl.store(out + 2 * q, i)
@@ -74,13 +73,53 @@ def test_quotients_are_whole(b: int) -> None:
     assert torch.equal(out, (torch.arange(2**19, device=DEVICE) // b).int())
 
 
-@pytest.mark.parametrize("side", [1, 2, 3, 8, 11, 15, 16])
+@triton.jit
+def _lone_places_kernel(out, T, SYMMETRIC: tl.constexpr, BANDED: tl.constexpr, TALL: tl.constexpr, BROAD: tl.constexpr):
+    q = tl.program_id(0)
+    place = lone_place(q, T, SYMMETRIC, BANDED, TALL, BROAD)
+    for n in tl.static_range(4):
+        tl.store(out + 4 * q + n, place[n])
+
+
+def lone_places(programs: int, side: int, *flags: bool, blocks: tuple[int, int]) -> list[tuple[int, ...]]:
+    """Row and column, quarter and number of another tile, of each program of a matrix of ``side`` tiles a side."""
+    out = torch.empty(programs, 4, dtype=torch.int32, device=DEVICE)
+    _lone_places_kernel[(programs,)](out, side, *flags, *blocks)
+    return [tuple(row) for row in out.tolist()]
+
+
+@pytest.mark.parametrize("side", [1, 2, 3, 8, 11, 12, 16])
+def test_programs_of_lone_products_compute_every_tile_once(side: int) -> None:
+    """Those of `_hopper.lone_kernel`, of which `symmetric_programs` says how many there are."""
+    places = lone_places(side * (side + 3), side, False, False, blocks=(2, 4))
+    assert sorted(places) == [(i, j, 0, 0) for i in range(side) for j in range(side + 3)]
+    below = [(i, j, 0, 0) for i in range(side) for j in range(i)]
+    for tile, blocks, parts in ((LONE[0], (2, 2), 1), (LONE_SMALL[0], (1, 1), 1), (LONE_HALF[0], (1, 2), 2)):
+        programs = symmetric_programs(side * tile.side, tile)
+        places = lone_places(programs, side, True, False, blocks=blocks)
+        assert sorted(places) == [(i, j, 0, 0) for i in range(parts * side) for j in range(i // parts + 1)]
+    # tiles on the diagonal in pairs, the last one perhaps with one outside of the matrix
+    programs = symmetric_programs(side * 64, LONE_SMALL[0]._replace(joined=True))
+    places = lone_places(programs, side, True, True, blocks=(1, 1))
+    assert sorted(place for place in places if place[0] != place[1]) == below
+    diagonal = [number for i, j, _, other in places if i == j for number in (i, other)]
+    assert sorted(diagonal) == list(range(side + side % 2))
+    # in fours
+    if side % 4 == 0:
+        programs = symmetric_programs(side * 128, LONE[0]._replace(quartered=True))
+        places = lone_places(programs, side, True, True, blocks=(2, 2))
+        assert sorted(place for place in places if place[0] != place[1]) == below
+        diagonal = [(i, quarter, other) for i, j, quarter, other in places if i == j]
+        assert sorted(diagonal) == [(i, i % 4, i // 4 * 4 + 3) for i in range(side) if i % 4 < 3]
+
+
+@pytest.mark.parametrize("side", [1, 2, 8, 11])
 def test_every_tile_once(side: int) -> None:
     triangle = {(i, j) for i in range(side) for j in range(i + 1)}
     rectangle = {(i, j) for i in range(side) for j in range(side + 3)}
-    for expected, way in ((triangle, "triangle"), (triangle, "folded"), (rectangle, "rectangle")):
+    for expected, is_rectangle in ((triangle, False), (rectangle, True)):
         out = torch.empty(len(expected), 2, dtype=torch.int32, device=DEVICE)
-        _tiles_kernel[(len(expected),)](out, side, GROUP=8, WAY=way, **FUSED)
+        _tiles_kernel[(len(expected),)](out, side, GROUP=8, RECTANGLE=is_rectangle, **FUSED)
         found = [tuple(row) for row in out.tolist()]
         assert set(found) == expected
         assert len(found) == len(expected)

@@ -51,7 +51,7 @@ from optim_kernels._hopper.ring import (
     load,
     ring_barriers,
 )
-from optim_kernels._kernels.product import folded_tile, quotient
+from optim_kernels._kernels.lone_places import lone_place, quotient
 from optim_kernels._newton_schulz.block_launch import BlockLaunch
 from optim_kernels._newton_schulz.tiles import Tile
 
@@ -64,43 +64,13 @@ _CONSUMER_REGISTERS_OF_THREE = gl.constexpr(152)
 
 @gluon.jit
 def _place(T, num_b, flags: gl.constexpr):
-    """The matrix, and B's of ``num_b``; the tile's first row and column; a quarter beside it, its row and column.
-
-    A tile that starts late waits for this, so it takes few instructions.
-    """
-    inside = gl.program_id(0)
-    # upper left, lower left or lower right; a tile of one block has the first alone
-    quarter = 0
-    other = 0
-    if flags.symmetric:
-        if flags.banded:
-            # tiles below the diagonal, then those on it
-            i, j = folded_tile(inside, T - 1)
-            i += 1
-            rest = inside - T * (T - 1) // 2
-            if rest >= 0:
-                if flags.tall == 1:
-                    i = 2 * rest
-                    other = i + 1
-                else:
-                    quarter = rest % 3
-                    i = rest // 3 * 4 + quarter
-                    other = rest // 3 * 4 + 3
-                j = i
-        else:
-            parts = flags.broad // flags.tall
-            i, j = folded_tile(inside // parts, T)
-            i = i * parts + inside % parts
-        j *= flags.broad * SIDE
-    else:
-        j = quotient(inside, T)
-        i = inside - j * T
-        j *= flags.broad * SIDE
+    """The matrix, and B's of ``num_b``; the tile's first row and column; a quarter beside it, its row and column."""
+    i, j, quarter, other = lone_place(gl.program_id(0), T, flags.symmetric, flags.banded, flags.tall, flags.broad)
     batch = computed_here(gl.program_id(1))
     b_batch = batch
     if flags.symmetric and not flags.same:
         b_batch = computed_here(batch - quotient(batch, num_b) * num_b)
-    row, column = computed_here(i * flags.tall * SIDE), computed_here(j)
+    row, column = computed_here(i * flags.tall * SIDE), computed_here(j * flags.broad * SIDE)
     if not flags.banded:
         return batch, b_batch, row, column, 0, 0, 0
     other *= flags.tall * SIDE

@@ -45,26 +45,6 @@ def triangle_tile(q, T, GROUP: tl.constexpr):
 
 
 @triton.jit
-def folded_tile(q, T):
-    """Tile ``q`` of the lower triangle as (i, j), found in few instructions, for programs that wait for it.
-
-    Columns y and T − y of an odd T, or y and T − 1 − y of an even one, together are a column of a rectangle.
-    """
-    is_even = 1 - T % 2
-    y = quotient(q, T + is_even)
-    x = q - y * (T + is_even) - is_even
-    i = tl.where(x >= y, x, T - 1 - is_even - x)
-    j = tl.where(x >= y, y, T - is_even - y)
-    return i, j
-
-
-@triton.jit
-def quotient(a, b):
-    """``a // b`` of numbers under 2¹⁹, by a reciprocal: its error moves no (a + ½) / b past a whole number."""
-    return ((a.to(tl.float32) + 0.5) * (1.0 / b)).to(tl.int32)
-
-
-@triton.jit
 def rectangle_tile(q, rows, columns, GROUP: tl.constexpr):
     """Tile ``q`` of a rows × columns grid as (i, j), in panels of GROUP rows that are walked column by column."""
     panel = q // (GROUP * columns)

@@ -1,0 +1,65 @@
+"""Which tile a program of `_hopper.lone_kernel` computes, in few instructions: programs that start late wait for them.
+
+    rectangle      columns of tiles, one after the other
+    triangle       tiles on and below the diagonal, folded to a rectangle
+    banded         tiles below the diagonal, then programs for those on it: two each, or four to three programs
+
+Letters: T tiles a side, or rows of tiles; q the program's number within its matrix; i, j tile row and column.
+"""
+
+from __future__ import annotations
+
+from optim_kernels._triton import tl, triton
+
+
+@triton.jit
+def lone_place(q, T, SYMMETRIC: tl.constexpr, BANDED: tl.constexpr, TALL: tl.constexpr, BROAD: tl.constexpr):
+    """The tile as (i, j), in rows of TALL and columns of BROAD blocks; a quarter of another one, and that one's number.
+
+    With a BANDED tile on the diagonal comes a quarter of another one there: 0 upper left, 1 lower left, 2 lower right;
+    of a tile of one block, 0 is all of it.
+    """
+    quarter = 0
+    other = 0
+    if not SYMMETRIC:
+        j = quotient(q, T)
+        i = q - j * T
+    elif BANDED:
+        i, j = folded_tile(q, T - 1)
+        i += 1
+        rest = q - T * (T - 1) // 2
+        if rest >= 0:
+            if TALL == 1:
+                i = 2 * rest
+                other = i + 1
+            else:
+                quarter = rest % 3
+                i = rest // 3 * 4 + quarter
+                other = rest // 3 * 4 + 3
+            j = i
+    else:
+        # halves of square tiles, or these
+        PARTS: tl.constexpr = BROAD // TALL
+        i, j = folded_tile(q // PARTS, T)
+        i = i * PARTS + q % PARTS
+    return i, j, quarter, other
+
+
+@triton.jit
+def folded_tile(q, T):
+    """Tile ``q`` of the lower triangle as (i, j).
+
+    Columns y and T − y of an odd T, or y and T − 1 − y of an even one, together are a column of a rectangle.
+    """
+    is_even = 1 - T % 2
+    y = quotient(q, T + is_even)
+    x = q - y * (T + is_even) - is_even
+    i = tl.where(x >= y, x, T - 1 - is_even - x)
+    j = tl.where(x >= y, y, T - is_even - y)
+    return i, j
+
+
+@triton.jit
+def quotient(a, b):
+    """``a // b`` of numbers under 2¹⁹, by a reciprocal: its error moves no (a + ½) / b past a whole number."""
+    return ((a.to(tl.float32) + 0.5) * (1.0 / b)).to(tl.int32)
