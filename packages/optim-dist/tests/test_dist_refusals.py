@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from optim_dist import Options, TritonDistAdamW, TritonDistMuon
-from optim_dist._optimizers import before_building, construction
-from optim_dist._optimizers.construction import local
+from optim_dist._optimizers import before_building, parameter_checks
+from optim_dist._optimizers.layouts import local
 
 scenario = Scenarios()
 
@@ -157,7 +157,7 @@ def parameters_where_the_group_has_no_collectives_are_refused(rank, world_size):
         TritonDistAdamW([nowhere], mesh=mesh_of(1, 2))
     # behind one that the group has collectives for
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(construction, "device_types", lambda group: ["tpu"])
+        patch.setattr(parameter_checks, "device_types", lambda group: ["tpu"])
         with pytest.raises(ValueError, match=f"b: on {there.device}, for which the process group has no collectives"):
             TritonDistAdamW([("b", there)])
     with pytest.raises(ValueError, match="1: on meta, and what gives it numbers makes another parameter of it"):
@@ -196,7 +196,7 @@ def test_parameters_without_numbers_are_refused_on_one_rank_too():
 def test_what_a_bucket_would_take_to_another_device_is_refused(device, world_size, options, fault):
     parameter = SimpleNamespace(device=torch.device(device), is_meta=False)
     ranks = SimpleNamespace(device=torch.device("cuda:0"), world_size=world_size)
-    said = construction._device_fault(parameter, ranks, Options(**options), [["cpu", "cuda"]])
+    said = parameter_checks._device_fault(parameter, ranks, Options(**options), [["cpu", "cuda"]])
     assert said.startswith(fault)
     assert bool(said) == bool(fault)
 

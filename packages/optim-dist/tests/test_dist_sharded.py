@@ -22,7 +22,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, clip_grad_norm_
-from optim_dist._optimizers.construction import local
+from optim_dist._optimizers.layouts import local
 from optim_utils.param_groups import MatrixView
 
 scenario = Scenarios()

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint
-from optim_dist._optimizers.construction import local
+from optim_dist._optimizers.layouts import local
 from optim_kernels import TritonAdamW
 from optim_utils.testing import run_ranks
 

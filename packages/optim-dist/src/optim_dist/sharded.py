@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from optim_dist._muon.sharded import ShardedMatrix, ShardedMuon
-from optim_dist._optimizers.construction import joint_layout, local
 from optim_dist._optimizers.entries import Entry
+from optim_dist._optimizers.layouts import joint_layout, local
 from optim_dist._optimizers.options import Options
 from optim_dist._optimizers.pending_sums import LocalGradients, check_gradient
 from optim_dist._optimizers.shards import Item, Shard, StepContext, make_shard, takes_zeros

@@ -17,7 +17,7 @@ from optim_dist._checkpoint.manifest import SavedParameter, SavedState
 from optim_dist._checkpoint.reshard import VALUE
 from optim_dist._checkpoint.rows import Part, row_pieces, to_rows
 from optim_dist._checkpoint.staging import ToHost, on_host
-from optim_dist._optimizers.construction import local
+from optim_dist._optimizers.layouts import local
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard
 from optim_dist._optimizers.states import dense_stride, in_memory_order, stamped

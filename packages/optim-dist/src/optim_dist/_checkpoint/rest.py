@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from optim_dist._checkpoint.manifest import Manifest
-from optim_dist._optimizers.construction import layout_of
+from optim_dist._optimizers.layouts import layout_of
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.whole_state import cut_like, on_one_rank
 from optim_dist._plain_names import plain_names

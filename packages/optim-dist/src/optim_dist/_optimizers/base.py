@@ -29,11 +29,11 @@ from torch.distributed.tensor import DTensor
 
 from optim_dist import clip
 from optim_dist._optimizers import step_checks
-from optim_dist._optimizers.construction import local
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.explain import Explanation, explain
 from optim_dist._optimizers.group_checks import GroupChecks
 from optim_dist._optimizers.kept_items import KeptItems
+from optim_dist._optimizers.layouts import local
 from optim_dist._optimizers.multipliers import ScaledGroups, given_multipliers
 from optim_dist._optimizers.norm import check_norm_type, norm_over_ranks
 from optim_dist._optimizers.remarks import remarks

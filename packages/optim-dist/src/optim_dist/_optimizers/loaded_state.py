@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from optim_dist._optimizers.construction import layout_of
 from optim_dist._optimizers.entries import Entry
+from optim_dist._optimizers.layouts import layout_of
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.states import make_codes_numbers, numbers_in_groups
 from optim_dist.plan import Plan, RouteName

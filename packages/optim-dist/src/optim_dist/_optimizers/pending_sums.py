@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from optim_dist._optimizers.construction import local
 from optim_dist._optimizers.entries import Entry
+from optim_dist._optimizers.layouts import local
 from optim_dist._reduction.joined import Joined, alike
 
 

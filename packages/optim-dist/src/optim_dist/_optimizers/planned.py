@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from optim_dist._optimizers import agreement, construction, step_checks
+from optim_dist._optimizers import agreement, construction, parameter_checks, step_checks
 from optim_dist._optimizers.before_building import compare_before_building
 from optim_dist._optimizers.bucketed import BucketedParameters
 from optim_dist._optimizers.entries import Entry
@@ -45,7 +45,7 @@ class PlannedOptimizer(LiveOptimizer):
         try:
             given = construction.without_duplicates(params)
             self._options = Options.of(self, options, self._group_options)
-            construction.check_model(self._options.model)
+            parameter_checks.check_model(self._options.model)
             super().__init__(given, self._completed_defaults(defaults))
         except Exception as error:
             # the other ranks wait for this one to connect
@@ -119,7 +119,7 @@ class PlannedOptimizer(LiveOptimizer):
     def _plan_for(self, found: Sequence[Entry]) -> tuple[Plan, list[list[list[int]]]]:
         """A plan for ``found`` alone, and the ranks of their meshes; refuses what cannot be distributed."""
         options = self._options
-        meshes = construction.check_parameters(found, self._communicator, options)
+        meshes = parameter_checks.check_parameters(found, self._communicator, options)
         plan = plan_parameters(
             construction.specify(found, [*map(self._block, found)]),
             self._communicator.world_size,

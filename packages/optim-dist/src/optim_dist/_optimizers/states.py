@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optim_dist._optimizers.construction import local
+from optim_dist._optimizers.layouts import local
 from optim_dist.plan import Plan
 from optim_dist.planning import contiguous_stride
 from optim_kernels.multi_tensor import is_dense

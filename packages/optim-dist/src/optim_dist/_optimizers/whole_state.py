@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from optim_dist._optimizers.construction import layout_of, local
 from optim_dist._optimizers.entries import Entry
+from optim_dist._optimizers.layouts import layout_of, local
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.loaded_state import unusable
 from optim_dist._optimizers.shards import Shard

@@ -1,0 +1,197 @@
+"""Models and parameters that cannot be distributed are refused, with all findings of all ranks in one error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from optim_dist._optimizers.entries import Entry
+from optim_dist._optimizers.layouts import layout_of
+from optim_dist._optimizers.multipliers import multiplier_faults
+from optim_dist._optimizers.options import Options
+from optim_dist._reduction.collectives import Communicator
+from optim_dist._reduction.groups import device_types
+from optim_dist.plan import DTYPES
+from optim_kernels.multi_tensor import is_dense
+from optim_redist.errors import RedistError
+
+
+def check_model(model: nn.Module | None) -> None:
+    """Refuse wrappers that reduce gradients themselves."""
+    for module in () if model is None else model.modules():
+        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
+            raise ValueError(
+                f"the model contains {type(module).__name__}, so that gradients would be reduced twice; "
+                "pass the plain model: the optimizer reduces"
+            )
+
+
+def check_parameters(found: Sequence[Entry], communicator: Communicator, options: Options) -> list[list[list[int]]]:
+    """Refuse what cannot be distributed: all findings of all ranks in one error on every rank.
+
+    Returns for every entry the ranks of each of its meshes: no mesh for a plain parameter; several meshes where FSDP
+    has cut it along one dimension of a grid of ranks and tensor parallelism has left it whole along the other.
+    """
+    mine = [e.parameter.device_mesh.mesh.flatten().tolist() if isinstance(e.parameter, DTensor) else [] for e in found]
+    gathered = communicator.gather_json([_findings(found, communicator, options), mine])
+    findings = dict.fromkeys(finding for each, _ in gathered for finding in each)
+    by_entry = [list(map(list, dict.fromkeys(map(tuple, each)))) for each in zip(*(meshes for _, meshes in gathered))]
+    if not findings:
+        findings = dict.fromkeys(_mesh_findings(found, by_entry, communicator.ranks))
+    if findings:
+        raise ValueError("parameters that cannot be distributed:\n  " + "\n  ".join(findings))
+    return by_entry
+
+
+def _findings(found: Sequence[Entry], communicator: Communicator, options: Options) -> list[str]:
+    findings = []
+    types = [each for each in map(device_types, options.groups) if each]
+    in_memory: list[tuple[str, Tensor]] = []
+    names: set[str] = set()
+    for entry in found:
+        name, parameter = entry.name, entry.parameter
+        if name in names:
+            findings.append(
+                f"{name}: two parameters have this name; give each one of its own, and freeze one that the model no "
+                "longer has"
+            )
+        names.add(name)
+        findings += multiplier_faults(name, parameter)
+        if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
+            findings.append(
+                f"{name}: a parameter of FullyShardedDataParallel, which reduces and cuts gradients itself; pass the "
+                "plain model, or use fully_shard"
+            )
+        faults = _tensor_findings(name, parameter, communicator, options, types)
+        if not faults and not isinstance(parameter, DTensor):
+            in_memory.append((name, parameter))
+        findings += faults
+    return findings + _overlap_findings(in_memory)
+
+
+def _tensor_findings(
+    name: str, parameter: Tensor, communicator: Communicator, options: Options, types: Sequence[Sequence[str]]
+) -> list[str]:
+    """What is wrong with a parameter as a tensor: its layout, its dtype, how it is distributed, where it is.
+
+    ``types`` are those of ``_device_fault``.
+    """
+    if is_lazy(parameter):
+        return [f"{name}: its shape is not known yet; run its lazy module first"]
+    if parameter.layout is not torch.strided or parameter.dtype.is_complex:
+        return [f"{name}: {parameter.layout} {parameter.dtype}; only dense real parameters are supported"]
+    if parameter.dtype not in DTYPES:
+        return [
+            f"{name}: {parameter.dtype}, but parameters are updated in one of {DTYPES}; freeze it "
+            "(requires_grad=False) or leave it out"
+        ]
+    if isinstance(parameter, DTensor):
+        return [*_placement_findings(name, parameter), *_sums_findings(name, options)]
+    if (communicator.world_size > 1 or options.is_tree) and not is_dense(parameter):
+        return [
+            f"{name}: strides {parameter.stride()} of shape {tuple(parameter.shape)} leave gaps or overlap; "
+            "make it contiguous"
+        ]
+    fault = _device_fault(parameter, communicator, options, types)
+    return [f"{name}: on {parameter.device}, {fault}"] if fault else []
+
+
+def _sums_findings(name: str, options: Options) -> list[str]:
+    """Which options ask for sums of a DTensor's gradients that this package does not form."""
+    findings = []
+    if options.is_tree:
+        findings.append(
+            f"{name}: a DTensor, whose gradients FSDP or tensor parallelism adds up, and not in the order of "
+            "order='tree'; give DTensors an optimizer without it"
+        )
+    if options.grad_dtype is not None:
+        findings.append(
+            f"{name}: a DTensor, whose gradients come as FSDP or tensor parallelism makes them, so that "
+            f"grad_dtype={options.grad_dtype} cannot be had; give DTensors an optimizer without it (FSDP adds "
+            "up in the reduce_dtype of its MixedPrecisionPolicy)"
+        )
+    return findings
+
+
+def _overlap_findings(named: Sequence[tuple[str, Tensor]]) -> list[str]:
+    """Which plain parameters share memory."""
+    spans = []
+    for name, parameter in named:
+        if parameter.numel():
+            begin = parameter.data_ptr()
+            spans.append((str(parameter.device), begin, begin + parameter.numel() * parameter.element_size(), name))
+    spans.sort()
+    return [
+        f"{name} and {next_name} overlap in memory; tie parameters by using one object twice"
+        for (device, _, end, name), (next_device, begin, _, next_name) in pairwise(spans)
+        if device == next_device and begin < end
+    ]
+
+
+def _device_fault(
+    parameter: Tensor, communicator: Communicator, options: Options, types: Sequence[Sequence[str]]
+) -> str:
+    """Why a plain parameter cannot be where it is; empty if it can.
+
+    ``types`` lists, for each process group of several ranks, the types of devices for which it has collectives.
+    """
+    home, device = communicator.device, parameter.device
+    if parameter.is_meta:
+        return "and what gives it numbers makes another parameter of it; build the optimizer after that"
+    if any(device.type not in each for each in types):
+        return (
+            f"for which the process group has no collectives; move it to {home}, or initialize the group with a "
+            "backend for both"
+        )
+    if device == home or (communicator.world_size == 1 and not options.is_tree):
+        return ""
+    if options.transport == "symm":
+        return f"where others are on {home}; transport='symm' is for parameters on one device a rank"
+    # its bucket would move it to the bucket's device
+    if device.type == home.type:
+        return f"where others are on {home}; move them to one device, or give each its own optimizer"
+    return ""
+
+
+def _placement_findings(name: str, parameter: DTensor) -> list[str]:
+    if any(placement.is_partial() for placement in parameter.placements):
+        return [f"{name}: a DTensor with pending sums, {parameter.placements}; redistribute it to Shard or Replicate"]
+    mesh = parameter.device_mesh
+    for axis, (placement, place) in enumerate(zip(parameter.placements, mesh.get_coordinate() or ())):
+        # backends number a group's ranks from the lowest up, whatever their order in the mesh
+        if not placement.is_replicate() and place != mesh.get_group(axis).rank():
+            return [
+                f"{name}: a DTensor over the mesh {mesh.mesh.tolist()}, whose ranks do not ascend along an axis that "
+                "cuts it: collectives take its parts in the order of ranks, but checkpoints, torch's too, in that of "
+                "the mesh; list ranks in ascending order"
+            ]
+    try:
+        layout_of(parameter)
+    except RedistError as error:
+        return [f"{name}: a DTensor whose placements cannot be read: {error}"]
+    return []
+
+
+def _mesh_findings(found: Sequence[Entry], by_entry: Sequence[list[list[int]]], ranks: Sequence[int]) -> list[str]:
+    """What is wrong with meshes: those of a parameter have to cover the optimizer's ranks.
+
+    Several meshes of one parameter count as replicas of each other, which only a grid of ranks makes: there another
+    parameter has a single mesh of all ranks.
+    """
+    is_grid = any(len(meshes) == 1 and sorted(meshes[0]) == sorted(ranks) for meshes in by_entry)
+    findings = []
+    for entry, meshes in zip(found, by_entry):
+        covered = sorted(rank for mesh in meshes for rank in mesh)
+        if isinstance(entry.parameter, DTensor) and (covered != sorted(ranks) or (len(meshes) > 1 and not is_grid)):
+            findings.append(
+                f"{entry.name}: a DTensor over ranks {meshes[0]}, but the optimizer works on ranks {list(ranks)}, over "
+                "which nobody would sum its gradient; use a mesh of all of them, or give the mesh's process_group"
+            )
+    return findings
