@@ -101,6 +101,27 @@ def optimizers_have_the_groups_of_those_that_are_gone(rank, world_size):
 
 
 @scenario(2)
+def groups_of_steps_that_have_failed_are_not_given_away(rank, world_size):
+    """Nobody knows what other ranks have launched in them; no gradients are left that would say so."""
+    for is_closed in (False, True):
+        for each in range(2):
+            net, optimizer = build(rank, accumulation_steps=1, timeout=106)
+            net(batch(rank, 0)).backward()
+            if each == 0:
+                before = num_groups()
+                with patch.object(optimizer, "_update", side_effect=ArithmeticError), pytest.raises(ArithmeticError):
+                    optimizer.step()
+                optimizer.zero_grad()
+            else:
+                assert num_groups() == before + 2  # with timeout= all collectives have a group of their own
+                optimizer.step()
+            if is_closed or each == 1:
+                optimizer.close()
+            del net, optimizer
+            gc.collect()
+
+
+@scenario(2)
 def groups_are_not_given_away_before_all_ranks_are_done(rank, world_size):
     options = {"accumulation_steps": 1, "timeout": 103}  # of nobody else here
     net, optimizer = build(rank, **options)

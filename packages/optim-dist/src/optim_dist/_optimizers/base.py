@@ -313,7 +313,9 @@ class DistOptimizer(StatefulOptimizer):
     @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, including those already reduced for a step that was not made."""
-        if not self._failure:  # after a failure the other ranks do not take part
+        if self._failure:  # other ranks do not take part
+            self._bucketed.keep_groups()
+        else:
             self._bucketed.drop()
         super().zero_grad(set_to_none)
         self._restart()

@@ -354,6 +354,11 @@ class BucketedParameters:
     def _communicators(self) -> list[Communicator]:
         return [each for each in (self._communicator, self._backward_communicator) if each is not None]
 
+    def keep_groups(self) -> None:
+        """Leave no group to other optimizers: ranks may have launched different collectives."""
+        for each in self._communicators:
+            each.keep_group()
+
     def detach(self, is_failed: bool = False, is_everywhere: bool = False) -> bool:
         """Release hooks. Finish what is in flight, unless this rank has failed or lost the others.
 
@@ -363,9 +368,8 @@ class BucketedParameters:
         Returns whether nothing is in flight any more.
         """
         is_finished = not is_failed and all(each.is_usable for each in self._communicators)
-        if self.has_launched:
-            for each in self._communicators:
-                each.keep_group()
+        if self.has_launched or not is_finished:
+            self.keep_groups()
         try:
             if is_finished:
                 is_finished = self._end_reductions(is_everywhere)
