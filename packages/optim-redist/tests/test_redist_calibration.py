@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optim_redist import CommModel, Layout, Mesh, Topology, plan
+from optim_redist._curves import interpolate, latency_and_bandwidth
 from optim_redist.calibration import SIZES, _model
-from optim_redist.cost import interpolate, latency_and_bandwidth
 
 RANKS = 8
 

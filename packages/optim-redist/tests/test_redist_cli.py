@@ -32,10 +32,10 @@ from optim_redist import (
     parse_layout,
     plan,
 )
+from optim_redist._curves import curve_from_bus_rates
 from optim_redist._progress import progress
 from optim_redist.benchmarking import matrix_shape
 from optim_redist.cli import _parser, _topology, joined_ranks, main
-from optim_redist.cost import curve_from_bus_rates
 from optim_redist.plan_text import crossings, traffic, worst_cut
 from optim_redist.units import format_bytes, format_seconds
 from optim_utils.testing import run_ranks
