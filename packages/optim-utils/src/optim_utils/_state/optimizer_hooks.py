@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from optim_utils._state.load_plan import LoadPlan
 from optim_utils._state.load_report import in_words
+from optim_utils._state.missing_objects import drop_states, make_missing_objects
 from optim_utils._state.walk import SEQUENCES, Stateful, entries_by_key, is_low_bit_form
 from optim_utils.low_bit import LowBitTensor, from_plain
 from optim_utils.optimizer_modules import OptimizerModule, stored_form
@@ -131,7 +132,7 @@ class StateDictHooks:
             for key, entry in saved.items()
             if key not in params and isinstance(entry, dict) and _holds_objects(optimizer.state.get(key))
         }
-        newly_stateful = _make_missing_objects(optimizer, {param: saved[key] for key, param in params.items()})
+        newly_stateful = make_missing_objects(optimizer, {param: saved[key] for key, param in params.items()})
         self._plan = LoadPlan(assign=True)
         self._states = {}
         converted = frozenset(getattr(optimizer, "_converted_state_keys", ()))
@@ -142,7 +143,7 @@ class StateDictHooks:
                 self._states[owner] = _planned_state(self._plan, live, saved[key], device, (key,), converted)
             report = self._plan.check(strict=self._strict)
         except BaseException:
-            _drop_states(optimizer, newly_stateful)
+            drop_states(optimizer, newly_stateful)
             raise
         for issue in report.problems:
             logger.warning(in_words(issue))
@@ -332,54 +333,3 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return value
-
-
-def _make_missing_objects(optimizer: Optimizer, saved: dict[Tensor, State]) -> list[Tensor]:
-    """Let the optimizer make the state of those parameters that have none, if a saved state holds objects for them.
-
-    Returns these parameters.
-    """
-    params = [
-        param
-        for param, state in saved.items()
-        if not optimizer.state.get(param) and any(map(_may_be_object, state.values()))
-    ]
-    if not params:
-        return []
-    wanted = set(params)
-    everyone = [param for group in optimizer.param_groups for param in group["params"]]
-    values = [param.detach().clone() for param in params]
-    gradients = [param.grad for param in everyone]
-    # all entries of all groups: a step may count itself in them
-    groups = [dict(group) for group in optimizer.param_groups]
-    try:
-        for param in everyone:
-            param.grad = torch.zeros_like(param) if param in wanted else None
-        for group in optimizer.param_groups:
-            if "lr" in group:
-                group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        optimizer.step()
-    except BaseException:
-        _drop_states(optimizer, params)
-        raise
-    finally:
-        for group, before in zip(optimizer.param_groups, groups):
-            group.clear()
-            group.update(before)
-        for param, gradient in zip(everyone, gradients):
-            param.grad = gradient
-        with torch.no_grad():
-            for param, value in zip(params, values):
-                param.copy_(value)
-    return params
-
-
-def _drop_states(optimizer: Optimizer, params: list[Tensor]) -> None:
-    """Take the states of ``params`` away again."""
-    for param in params:
-        optimizer.state.pop(param, None)
-
-
-def _may_be_object(value: object) -> bool:
-    """Whether a saved value can be the state of an object; a low-bit tensor's form says that it is none."""
-    return isinstance(value, Mapping) and not is_low_bit_form(value)
