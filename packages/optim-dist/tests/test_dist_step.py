@@ -554,7 +554,7 @@ def the_message_comes_behind_the_first_bucket_where_nobody_looks_at_it(rank, wor
     found = []
     for is_watched in (True, False):
         net, optimizer = build(rank, reducer="exact", bucket_mb=1e-4)
-        optimizer._bucketed._is_watched = is_watched
+        optimizer._bucketed._messages.is_watched = is_watched
         order = []
         launch, gather = optimizer._bucketed._reducer.launch, optimizer.communicator.gather_message
         optimizer._bucketed._reducer.launch = lambda bucket, launch=launch, order=order: (

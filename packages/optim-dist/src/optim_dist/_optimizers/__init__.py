@@ -9,6 +9,7 @@ What is where:
     before_building                           and what they tell each other first
     entries shards kept_items multipliers     a parameter, this rank's part of it, the items of a step
     bucketed pending_sums                     where parameters lie: in buckets; DTensors' gradients
+    messages                                  what ranks tell each other at every step
     layouts                                   which rank holds which elements of a DTensor
     norm step_checks repeated_adamw           inside a step
     states loaded_state whole_state           forms of the state: of this rank, to be loaded, of all ranks,

@@ -11,13 +11,14 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from optim_dist._optimizers.agreement import check_replicas, check_step, synchronise
+from optim_dist._optimizers.agreement import check_replicas, synchronise
 from optim_dist._optimizers.entries import Entry
+from optim_dist._optimizers.messages import StepMessages
 from optim_dist._optimizers.options import Options
 from optim_dist._optimizers.shards import Shard, attach_gradients, bucket_shards
 from optim_dist._reduction.collectives import Communicator
@@ -36,17 +37,8 @@ _FIRST_NO_SYNC = "the first no_sync()"
 _OTHERWISE = "does something else meanwhile; every rank begins with no_sync() in the same step"
 
 
-class _Message(NamedTuple):
-    """What a rank tells the others at a step; kept, as most steps' are alike."""
-
-    numbers: list[float]
-    on_device: Tensor
-
-
 class BucketedParameters:
     """The buckets of one optimizer, their reductions and gathers, and the shards that this rank owns of them."""
-
-    _latest_number: ClassVar[int] = 0
 
     def __init__(self, communicator: Communicator, options: Options) -> None:
         self._communicator = communicator
@@ -60,11 +52,8 @@ class BucketedParameters:
             True: None if options.average else as_fp32(world_size),
         }
         self._shards: dict[ParameterBucket, list[Shard]] = {}
-        self._message: _Message | None = None
-        # whether messages also tell which optimizer and step they are of: where reading them costs nothing, or to debug
-        self._is_watched = device.type == "cpu" or options.debug
-        self._number = 0  # among the optimizers of this process, the same on all ranks
-        self._num_reduced = 0
+        # steps are watched where reading messages costs nothing, or to debug
+        self._messages = StepMessages(communicator, is_watched=device.type == "cpu" or options.debug)
         self._is_retried = False  # whether this step's last reductions found nothing on any rank
         self.present: list[float] = []  # by ``reduce``: 1 for each parameter of the plan with a gradient on this rank
         self.lacks_none = False  # whether all parameters in buckets have one
@@ -79,9 +68,7 @@ class BucketedParameters:
     def extend(self, plan: Plan, entries: Sequence[Entry]) -> None:
         """Build the plan's new buckets, and move their parameters into them."""
         self.wait()
-        if not self._number:
-            numbers = self._communicator.gather_json(BucketedParameters._latest_number)
-            self._number = BucketedParameters._latest_number = max(numbers) + 1
+        self._messages.agree_on_number()
         parameters = [entry.parameter for entry in entries]
         new = [
             self.reduction.build(bucket, plan.parameters, parameters, self._communicator)
@@ -102,7 +89,7 @@ class BucketedParameters:
             self._use_backward_communicator(self._reducer)
         self.reduction.extend(new, self._reducer)
         if isinstance(self.reduction, StreamedReduction):
-            self.reduction.agree_on_others(self._communicator, self._number)
+            self.reduction.agree_on_others(self._communicator, self._messages.number)
         if options.model is not None and options.overlap:
             if self._gathers is not None:
                 self._gathers.close()
@@ -190,8 +177,8 @@ class BucketedParameters:
         if not self.buckets:
             return False
         if self.counts is not None:
-            if self._is_watched:
-                self._gather_present()  # other ranks may have given up the step that this rank goes on with
+            if self._messages.is_watched:
+                self._messages.gathered()  # other ranks may have given up the step that this rank goes on with
             return False
         present = self.present = [0.0] * num_parameters
         self.lacks_none = True
@@ -200,39 +187,25 @@ class BucketedParameters:
             self.lacks_none &= all(found)
             for slot, has_gradient in zip(bucket.plan.slots, found):
                 present[slot.parameter] = 1.0 if has_gradient else 0.0
-        self._num_reduced += 1
-        numbers = present
-        if self._is_watched:
-            numbers = [*numbers, self._number, self._num_reduced % 2**20, self.reduction.num_given_up % 2**20]
-        if self._message is None or self._message.numbers != numbers:
-            on_device = torch.tensor(numbers, dtype=torch.float32, device=self._communicator.device)
-            self._message = _Message(numbers, on_device)
+        self._messages.write(present, self.reduction.num_given_up)
         self._launch_before_message()
-        self.reduction.counts = self._gather_present().sum(0)
+        self.reduction.counts = self._messages.gathered().sum(0)
         self.reduction.launch_all()
         is_retried, self._is_retried = self._is_retried, False
         return not (is_retried and no_rank_had_gradients(self.counts, self.buckets))
 
     def _launch_before_message(self) -> None:
-        """Launch the reductions that come before ``_gather_present``, which are the same on every rank.
+        """Launch the reductions that come before messages are gathered, which are the same on every rank.
 
         If backward reduces, ranks have launched different numbers of buckets by now, so these are all; also all if
         copies are to overlap with backward. Otherwise no bucket is launched yet: none comes before a message that is
         read at once and may stop the step, else the first, whose reduction the first update waits for anyway.
         """
-        reduction = self.reduction
-        if reduction.launches_under_backward or (reduction.knows_last_pass and not self._is_watched):
+        reduction, is_watched = self.reduction, self._messages.is_watched
+        if reduction.launches_under_backward or (reduction.knows_last_pass and not is_watched):
             reduction.launch_all()
-        elif isinstance(reduction, BackwardReduction) and not self._is_watched:
+        elif isinstance(reduction, BackwardReduction) and not is_watched:
             reduction.launch_first()
-
-    def _gather_present(self) -> Tensor:
-        """Every rank's ``present``, ``[W, K]``; if steps are watched, an error unless all ranks are in the same one."""
-        assert self._message is not None, "the message is written"
-        found, num_parameters = self._communicator.gather_numbers(self._message.on_device), len(self.present)
-        if self._is_watched:
-            check_step(found[:, num_parameters:].tolist(), self._communicator.ranks)
-        return found[:, :num_parameters]
 
     @property
     def factors(self) -> dict[bool, Tensor | None]:
