@@ -13,7 +13,7 @@ from optim_redist.errors import LayoutError
 
 def layout_figure(grids: Sequence[Grid]) -> Any:
     """Grids beside one another."""
-    figure = _figure_of(9, 3.2)
+    figure = _figure_of(9)
     axes = figure.subplots(1, len(grids), squeeze=False)[0]
     for ax, grid in zip(axes, grids):
         _draw_grid(ax, grid, grid.title)
@@ -24,7 +24,7 @@ def plan_figure(
     layouts: Sequence[tuple[str, Sequence[Grid]]], ranks: Sequence[int], sent: Mapping[tuple[int, int], int]
 ) -> Any:
     """The first slice of every layout from source to target, and the bytes from rank to rank."""
-    figure = _figure_of(3 * (len(layouts) + 1), 3.2)
+    figure = _figure_of(3 * (len(layouts) + 1))
     *places, heat = figure.subplots(1, len(layouts) + 1)
     for ax, (title, grids) in zip(places, layouts):
         _draw_grid(ax, grids[0], title)
@@ -37,12 +37,12 @@ def plan_figure(
     return figure
 
 
-def _figure_of(width: float, height: float) -> Any:
+def _figure_of(width: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise LayoutError('pictures with fmt="matplotlib" need matplotlib: pip install optim-redist[plots]') from error
-    return Figure(figsize=(width, height), layout="constrained")
+    return Figure(figsize=(width, 3.2), layout="constrained")
 
 
 def _draw_grid(ax: Any, grid: Grid, title: str) -> None:

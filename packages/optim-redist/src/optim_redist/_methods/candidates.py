@@ -275,7 +275,7 @@ def step_of(
     recv: int,
     send: int,
     peak: int,
-    borders: Mapping[str, int] | None = None,
+    borders: Mapping[str, int],
     *,
     rounds: int = 1,
     copied: int,
@@ -286,7 +286,7 @@ def step_of(
     moved = max(recv, send) * width
     # where nothing moves, the host still copies
     seconds = rounds * model.seconds("all_to_all", moved / rounds) if moved else model.call_seconds
-    for level, crossing in (borders or {}).items():
+    for level, crossing in borders.items():
         seconds = max(seconds, model.call_seconds + model.border_seconds(level, crossing * width))
     # combining reads a contribution, and reads and writes an fp32 partial result: width + 8 bytes
     seconds += model.pack_seconds(copied * width + combined * (width + 8) / 2)

@@ -24,12 +24,12 @@ _COLLECTIVES = {"allgather": "allgather", "permute": "permute", "split": None}
 
 
 def notebook_layouts(
-    shape: tuple[int, ...], src: Layout, dst: Layout, max_elements: int | None = None
+    shape: tuple[int, ...], src: Layout, dst: Layout, max_elements: int | None
 ) -> list[tuple[str, Layout]]:
     """The operations from ``src`` to ``dst`` by their printed names, each with the layout after it.
 
     Args:
-        max_elements: elements that a rank may hold at a layout between the two.
+        max_elements: elements that a rank may hold at a layout between the two; None: any number.
 
     Raises:
         NotRepresentableError: if ``MultiAxisDist`` cannot express the two on one mesh, or leaves a process empty.

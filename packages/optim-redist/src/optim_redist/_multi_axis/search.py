@@ -62,9 +62,9 @@ def cheapest_moves(
     elements: tuple[int, int],
     prices: Prices,
     *,
-    memory_limit: float = inf,
-    wanted: Callable[[State], bool] | None = None,
-    max_depth: int | None = None,
+    memory_limit: float,
+    wanted: Callable[[State], bool] | None,
+    max_depth: int | None,
 ) -> Sequence[Move]:
     """A cheapest sequence of at most ``max_depth`` moves through wanted states of at most ``memory_limit`` elements.
 
