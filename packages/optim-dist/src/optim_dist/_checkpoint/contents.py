@@ -16,7 +16,7 @@ from optim_dist._checkpoint.common import without_numpy_scalars
 from optim_dist._checkpoint.manifest import SavedParameter, SavedState
 from optim_dist._checkpoint.reshard import VALUE
 from optim_dist._checkpoint.rows import Part, row_pieces, to_rows
-from optim_dist._checkpoint.staging import ToHost, on_host
+from optim_dist._checkpoint.staging import ToHost
 from optim_dist._optimizers.layouts import local
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard
@@ -58,9 +58,7 @@ def pieces_of(optimizer: LiveOptimizer, index: int) -> list[Piece]:
     return optimizer.plan.ranges(index)
 
 
-def own_parts(
-    optimizer: LiveOptimizer, specs: list[ParameterSpec], to_host: ToHost = on_host
-) -> dict[str, dict[str, Tensor]]:
+def own_parts(optimizer: LiveOptimizer, specs: list[ParameterSpec], to_host: ToHost) -> dict[str, dict[str, Tensor]]:
     """``{parameter: {"value" or state key: flat part}}`` of this rank, on the CPU. Collective if there are DTensors."""
     parts: dict[str, dict[str, Tensor]] = {}
     cut: list[Part] = []

@@ -106,7 +106,7 @@ def differently_frozen(
     return {name: f"{name}: {advice[name]}" for name in sorted(advice.keys() - (trained & saved))}
 
 
-def compare_rest(saved: Mapping[str, Any], mine: Mapping[str, Any], *, but: Container[str] = ()) -> list[str]:
+def compare_rest(saved: Mapping[str, Any], mine: Mapping[str, Any], *, but: Container[str]) -> list[str]:
     """How the rest of the saved model differs from this one's, except for names in ``but``."""
     problems = [f"{name}: not in the checkpoint" for name in mine if name not in saved and name not in but]
     problems += [

@@ -55,7 +55,7 @@ def find_entries(
     routes: Sequence[RouteName],
     views: Sequence[Sequence[MatrixView | None]],
     model: nn.Module | None,
-    first_group: int = 0,
+    first_group: int,
 ) -> list[Entry]:
     """The parameters of ``groups[first_group:]`` that need a gradient, in the order of the model, else as listed."""
     names = names_of(groups, model)

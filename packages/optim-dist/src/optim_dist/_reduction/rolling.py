@@ -108,7 +108,7 @@ def build_streamed_bucket(
     communicator: Communicator,
     *,
     sums_dtype: torch.dtype,
-    num_paired: int | None = None,
+    num_paired: int | None,
 ) -> StreamedBucket:
     """Move parameters into a new bucket that keeps the sum of this rank's chunk of gradients, in ``sums_dtype``.
 
