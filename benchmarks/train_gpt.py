@@ -11,7 +11,6 @@ It ends with a table and leaves ``curves.png``, ``results.json`` and a checkpoin
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import shutil
 import sys
@@ -39,6 +38,11 @@ from benchmarks.gpt.training import Settings, train
 from benchmarks.ranks import end_ranks
 from benchmarks.report import command, machine, versions
 from optim_dist.checkpoint import CheckpointError
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 TITLES = {"muon": "Muon + AdamW (this project)", "adamw": "AdamW (torch.optim)"}
 
@@ -102,16 +106,20 @@ def _checkpoints(arm: str, lr: float, options: argparse.Namespace) -> Path:
 
 @contextmanager
 def _sole_run_in(folder: Path) -> Iterator[None]:
-    """Refuse a folder in which another run is under way: each would remove and replace what the other one writes."""
-    if int(os.environ.get("RANK", "0")):  # the first rank does so for all
+    """Refuse a folder in which another run is under way: each would remove and replace what the other one writes.
+
+    Windows has no such lock; there nothing is refused.
+    """
+    if fcntl is None or int(os.environ.get("RANK", "0")):  # the first rank does so for all
         yield
         return
     opened = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise RequestError(f"another run is under way in --out {folder}; wait for it, or give another --out") from None
-    try:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message = f"another run is under way in --out {folder}; wait for it, or give another --out"
+            raise RequestError(message) from None
         yield
     finally:
         os.close(opened)
