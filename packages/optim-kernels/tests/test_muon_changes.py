@@ -25,6 +25,13 @@ pytest.importorskip("triton")
 IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
 
 
+class OwnParameter(nn.Parameter):
+    """A parameter of a library's own class."""
+
+
+KINDS = pytest.mark.parametrize("kind", [nn.Parameter, OwnParameter])
+
+
 def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape).to(DEVICE, dtype))
 
@@ -299,12 +306,8 @@ def test_the_data_of_a_state_may_be_replaced(impl: str, key: str) -> None:
     assert_alike(changed, left)
 
 
-class OwnParameter(nn.Parameter):
-    """A parameter of a library's own class."""
-
-
 @IMPLS
-@pytest.mark.parametrize("kind", [nn.Parameter, OwnParameter])
+@KINDS
 def test_a_state_may_be_exchanged(impl: str, kind: type[nn.Parameter]) -> None:
     changed, written = (muon([kind(p)], impl) for p in torch.randn(8, 12, device=DEVICE).expand(2, 8, 12).clone())
     steps(changed, written, count=3)
@@ -442,8 +445,10 @@ def test_storage_formats_may_change_between_steps(impl: str) -> None:
 
 
 @IMPLS
-def test_gradients_in_another_layout_than_their_parameter(impl: str) -> None:
-    p = parameter(8, 3, 3, 3)
+@KINDS
+def test_gradients_in_another_layout_than_their_parameter(impl: str, kind: type[nn.Parameter]) -> None:
+    """Of parameters of other classes than torch's they were refused in the middle of a step."""
+    p = kind(parameter(8, 3, 3, 3).detach())
     q = nn.Parameter(p.detach().clone())
     ours, theirs = (muon([x], how, nd="flatten") for x, how in ((p, impl), (q, "torch")))
     for _ in range(3):
@@ -475,8 +480,10 @@ def test_layouts_of_gradients_may_change_between_steps(impl: str, is_turned: boo
         torch.testing.assert_close(p, q, atol=1e-5, rtol=0)
 
 
-def test_parameters_whose_layout_allows_no_view_are_named() -> None:
+@KINDS
+def test_parameters_whose_layout_allows_no_view_are_named(kind: type[nn.Parameter]) -> None:
     conv = nn.Conv2d(3, 8, 3)
+    conv.weight = kind(conv.weight.detach())
     optimizer = TritonMuon.keller([("conv", conv.weight)])
     conv.to(memory_format=torch.channels_last)
     with pytest.raises(ValueError, match=r"conv cannot be read as matrices: .*route_parameters"):
@@ -484,6 +491,28 @@ def test_parameters_whose_layout_allows_no_view_are_named() -> None:
     conv.weight.grad = torch.randn_like(conv.weight)
     with pytest.raises(ValueError, match="conv cannot be read as matrices"):
         optimizer.step()
+
+
+class ComputedParameter(torch.Tensor):
+    """A parameter of a class of tensors, which torch's functions return too."""
+
+
+@IMPLS
+def test_momenta_of_other_classes_of_tensors_are_plain_tensors(impl: str) -> None:
+    p = nn.Parameter(torch.randn(8, 12, device=DEVICE).as_subclass(ComputedParameter))
+    q = nn.Parameter(p.detach().as_subclass(torch.Tensor).clone())
+    ours, plain = muon([p], impl), muon([q], impl)
+    for turned in (False, True):
+        p.grad = torch.randn(8, 12, device=DEVICE)
+        q.grad = p.grad.clone()
+        ours.step()
+        plain.step()
+        saved = copy.deepcopy(ours.state_dict())
+        if turned:
+            saved["state"][0]["momentum_buffer"] = saved["state"][0]["momentum_buffer"].t().contiguous().t()
+        ours.load_state_dict(saved)
+        assert type(ours.state[p]["momentum_buffer"]) is torch.Tensor
+    assert torch.equal(p, q)
 
 
 @IMPLS

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_kernels._dtensors import local, spread_as
-from optim_kernels._impl import PLAIN_TYPES
+from optim_kernels._dtensors import is_dtensor, is_wrapper, local, spread_as
 from optim_kernels._optimizers.fitting import refuse, why_no_numbers, why_unfit
 from optim_kernels._optimizers.inference import out_of_inference_mode
 from optim_kernels._optimizers.muon_options import check_choices, check_param, ns_config_of, rule_of, view_of
@@ -32,8 +31,8 @@ def init_state(param: Tensor, view: MatrixView, group: Mapping[str, Any], state:
     convert_state(param, group, state)
     if "momentum_buffer" not in state:
         like = param if param.grad is None else spread_as(param.grad, param)
-        # other classes may store parameters in ways that cannot hold a momentum
-        laid_out_as = param if type(param) in PLAIN_TYPES else like
+        # a wrapper may store parameters in a way that cannot hold a momentum
+        laid_out_as = like if is_wrapper(param) else _plain(param)
         state["momentum_buffer"] = torch.zeros_like(
             laid_out_as, dtype=group["momentum_dtype"] or like.dtype, memory_format=torch.preserve_format
         )
@@ -66,11 +65,11 @@ def convert_loaded_state(param: Tensor, group: Mapping[str, Any], state: dict[st
     if "second_momentum_buffer" in state:
         wide = torch.float64 if param.dtype == torch.float64 else torch.float32
         state["second_momentum_buffer"] = state["second_momentum_buffer"].to(wide).contiguous()
-    if type(param) in PLAIN_TYPES:
+    if not is_wrapper(param):
         strides = torch.empty_like(param, device="meta").stride()
         for key in ("momentum_buffer", *MASTERS):
             if key in state and state[key].stride() != strides:
-                state[key] = torch.empty_like(param, dtype=state[key].dtype).copy_(state[key])
+                state[key] = torch.empty_like(_plain(param), dtype=state[key].dtype).copy_(state[key])
 
 
 def gradient_of(param: Tensor, group: Mapping[str, Any], name: str) -> Tensor | None:
@@ -128,7 +127,7 @@ def entries_of(
             check_kernels(grad, state[p]["momentum_buffer"], ns_config_of(group), names[p])
         if group["beta2"] is not None:
             _check_second_moment(state[p]["second_momentum_buffer"], p, view, names[p])
-        if type(p) in PLAIN_TYPES:
+        if not is_wrapper(p):
             entries.append(MuonEntry(p, grad, state[p], view, indices[p], names[p]))
         else:
             values = {key: _whole(value, f"{key} of {names[p]}") for key, value in state[p].items()}
@@ -212,13 +211,16 @@ def step_entries(
     )
 
 
+def _plain(param: Tensor) -> Tensor:
+    """The parameter as a tensor of torch's own class, so that those made like it are such tensors, too."""
+    return param.detach().as_subclass(Tensor)
+
+
 def _whole(tensor: Tensor, name: str) -> Tensor:
     """The local tensor of a DTensor that this rank holds whole; other tensors as they are."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tensor
-    here = tensor.to_local()
+    here: Tensor = local(tensor)
     if here.shape != tensor.shape:
         raise RuntimeError(
             f"{name} is a DTensor of shape {tuple(tensor.shape)} of which this rank holds {tuple(here.shape)}; Muon "

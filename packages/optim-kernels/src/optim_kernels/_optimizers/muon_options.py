@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from optim_kernels._impl import PLAIN_TYPES, check_impl
+from optim_kernels._dtensors import is_wrapper
+from optim_kernels._impl import check_impl
 from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
 from optim_kernels._newton_schulz.config import NSConfig, config_of, hashable
 from optim_kernels._optimizers.storage import MOMENT_DTYPES, check_dtype, check_master, check_master_weights
@@ -242,7 +243,7 @@ def view_of(param: Tensor, group: Mapping[str, Any], index: int, name: str) -> M
 
 def _checked_view(view: MatrixView, param: Tensor, name: str) -> MatrixView:
     """The view, if the parameter's strides allow it; all strides allow a view without ``matrix_shape``."""
-    if view.matrix_shape and type(param) in PLAIN_TYPES:
+    if view.matrix_shape and not is_wrapper(param):
         try:
             view.views(param.detach())
         except ValueError as error:
