@@ -16,6 +16,7 @@ from redist_cases import EXAMPLES, FAMILIES, Case, elements_of, example_case, ex
 
 from optim_redist import Block, Chunk, CommModel, Cyclic, Layout, Mesh, Topology, bounds, plan
 from optim_redist._methods.direct import direct_phases
+from optim_redist.cost import Level
 from optim_redist.errors import RedistError
 from optim_redist.lower_bounds import crossing
 from optim_redist.problem import Problem
@@ -290,6 +291,32 @@ def test_nodes_are_the_ranks_of_a_host() -> None:
     for wrong in ([], "", "node0"):
         with pytest.raises(RedistError, match=rf"hosts is {re.escape(repr(wrong))}; give a list of the host name"):
             Topology.from_hosts(wrong)
+
+
+@pytest.mark.parametrize(
+    ("levels", "message"),
+    [
+        ([(2, ()), (3, ())], "a group of level 'rack' holds whole groups of level 'node', and that of rank 3 is"),
+        ([(8, ()), (4, ())], "a group of level 'rack' holds whole groups of level 'node'"),
+        ([(2, ()), (None, ((0, 2), (1, 3)))], "a group of level 'rack' holds whole groups of level 'node'"),
+        ([(None, ((0, 3), (1, 2))), (2, ())], "a group of level 'rack' holds whole groups of level 'node'"),
+        ([(None, ((0, 1), (1, 2)))], "level 'node' has each rank in one group, and rank 1 in two"),
+    ],
+)
+def test_groups_that_are_no_tree_are_refused(
+    levels: list[tuple[int | None, tuple[tuple[int, ...], ...]]], message: str
+) -> None:
+    made = zip(("node", "rack"), levels)
+    with pytest.raises(RedistError, match=message):
+        Topology(levels=tuple(Level(name, 1e9, 0.0, size, members) for name, (size, members) in made))
+
+
+def test_levels_of_one_name_are_refused() -> None:
+    node = Topology.nodes(2).levels[0]
+    with pytest.raises(RedistError, match=r"levels of a topology have names of their own, got \['node', 'node'\]"):
+        Topology(levels=(node, replace(node, size=4)))
+    # ranks that one of two levels does not know lie in none of its groups
+    Topology(levels=(node, Level("rack", 1e9, 0.0, members=((0, 1, 2, 3), (4, 5)))))
 
 
 @pytest.mark.parametrize("latency", [0.0, 1e-4, 1.0], ids=["none", "small", "large"])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
@@ -68,6 +69,9 @@ class Level:
         _check_rates(f"level {self.name!r}", self.bandwidth, self.latency)
         if self.size is not None and (not isinstance(self.size, int) or self.size < 1):
             raise RedistError(f"level {self.name!r} has groups of a whole number of ranks, got {self.size!r}")
+        counts = Counter(chain.from_iterable(self.members))
+        if twice := [rank for rank, count in counts.items() if count > 1]:
+            raise RedistError(f"level {self.name!r} has each rank in one group, and rank {twice[0]} in two")
 
     @lazy
     def _group_of(self) -> dict[int, int]:
@@ -98,6 +102,15 @@ class Topology:
 
     def __post_init__(self) -> None:
         _check_rates("a topology", self.rank_bandwidth, self.latency)
+        names = [level.name for level in self.levels]
+        if len(set(names)) < len(names):
+            raise RedistError(f"levels of a topology have names of their own, got {names}")
+        for inner, outer in pairwise(self.levels):
+            if (rank := _in_two_groups(inner, outer)) is not None:
+                raise RedistError(
+                    f"a group of level {outer.name!r} holds whole groups of level {inner.name!r}, and that of rank "
+                    f"{rank} is in two; give the innermost level first"
+                )
 
     @classmethod
     def flat(cls, num_ranks: int = 0, *, bandwidth: float = _RANK_BANDWIDTH, latency: float = _LATENCY) -> Topology:
@@ -184,6 +197,24 @@ class Topology:
             Level(**{**item, "members": tuple(tuple(group) for group in item["members"])}) for item in data["levels"]
         )
         return cls(data["rank_bandwidth"], data["latency"], levels)
+
+
+def _in_two_groups(inner: Level, outer: Level) -> int | None:
+    """A rank whose group of ``inner`` lies in two groups of ``outer``; None if the groups are those of a tree.
+
+    Ranks that a level does not know are left out.
+    """
+    listed = [set(level._group_of) for level in (inner, outer) if level.size is None]
+    if listed:
+        ranks = sorted(set.intersection(*listed))
+    else:
+        assert outer.size is not None
+        ranks = [outer.size - 1, outer.size]  # where blocks do not nest, the first border of the outer ones shows it
+    around: dict[int, int] = {}
+    for rank in ranks:
+        if around.setdefault(inner.group_of(rank), outer.group_of(rank)) != outer.group_of(rank):
+            return rank
+    return None
 
 
 def check_topology(topology: object) -> None:
