@@ -112,6 +112,20 @@ def test_bound_of_the_public_case(capsys):
     assert json.loads(run(capsys, "bound", *XLA, "--json", "--topology", "nodes:2"))["cuts"]
 
 
+@pytest.mark.parametrize(
+    "topology", [[], ["--topology", "nodes:4"], ["--topology", "flat"]], ids=["own", "nodes", "flat"]
+)
+@pytest.mark.parametrize("rank_bandwidth", [1e9, 1e12], ids=["curve-quicker", "curve-slower"])
+def test_the_bound_on_time_is_that_of_plans_by_the_same_model(capsys, tmp_path, topology, rank_bandwidth):
+    quick = CommModel("quick", Topology.flat(bandwidth=rank_bandwidth), {"all_to_all": ((1e3, 1e-8), (1e6, 1e-6))})
+    quick.save(tmp_path / "quick.json")
+    swap = ["--shape", "4096,4096", "--mesh", "2,4", "--src", "S(0),S(1)", "--dst", "S(1),S(0)"]
+    swap += ["--model", str(tmp_path / "quick.json"), *topology, "--json"]
+    made = json.loads(run(capsys, "plan", *swap))
+    found = json.loads(run(capsys, "bound", *swap))
+    assert found["seconds"] == made["bounds"]["seconds"] <= made["time"]
+
+
 def test_meshes_may_differ(capsys):
     arguments = ["--shape", "12", "--mesh", "4", "--dst-mesh", "6", "--src", "[0]", "--dst", "[0]"]
     data = json.loads(run(capsys, "plan", *arguments, "--json"))

@@ -275,7 +275,10 @@ def _bound(options: argparse.Namespace) -> int:
     from optim_redist.lower_bounds import bounds
 
     src, dst = _layouts(options)
-    topology = _topology(options.topology, src.mesh) or (options.model.topology if options.model else None)
+    topology = _topology(options.topology, src.mesh)
+    if options.model is not None:
+        # as plan does, whose bounds these are
+        topology = options.model.in_groups_of(topology).topology
     width = itemsize(dtype_name(options.dtype))
     found = bounds(options.shape, src, dst, topology, itemsize=width, partial_init=options.partial_init)
     if options.json:

@@ -281,8 +281,13 @@ class CommModel:
         curve = self.curves.get("all_to_all")
         return latency_and_bandwidth(curve, self.curves.values()) if curve else None
 
-    def in_groups_of(self, topology: Topology) -> CommModel:
-        """The model with the groups of another topology; inside them, ranks stay as fast as the curve has measured."""
+    def in_groups_of(self, topology: Topology | None) -> CommModel:
+        """The model with the groups of another topology; inside them, ranks stay as fast as the curve has measured.
+
+        None stands for the model's own topology: the result is ``consistent``.
+        """
+        if topology is None:
+            return self.consistent
         if self._measured is not None:
             latency, bandwidth = self._measured
             topology = replace(topology, latency=latency, rank_bandwidth=bandwidth)

@@ -163,8 +163,7 @@ def plan(
         if not dst.partial or problem.divisor == 1:
             # nothing is divided
             partial_init = "owner"
-        model = cost_model or CommModel.preset("flat")
-        model = model.consistent if topology is None else model.in_groups_of(topology)
+        model = (cost_model or CommModel.preset("flat")).in_groups_of(topology)
         if relabel:
             dst = relabelled(Problem(shape, src, dst, partial_init))
         question = _Question(
