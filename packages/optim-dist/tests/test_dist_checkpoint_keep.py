@@ -4,13 +4,14 @@ import json
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from optim_dist import TritonDistAdamW, checkpoint, elastic
-from optim_dist._checkpoint import manifest, removal
+from optim_dist._checkpoint import manifest, removal, saving, writing
 from optim_utils.testing import RankFailure, run_ranks
 
 
@@ -88,6 +89,89 @@ def test_what_a_killed_removal_leaves_is_no_checkpoint_and_goes_with_the_next_sa
     assert checkpoint.latest(tmp_path) == tmp_path / "b"
     save(tmp_path / "c")
     assert names(tmp_path) == ["b", "c", "latest"]
+
+
+def test_what_another_process_still_writes_gets_no_name_once_its_removal_has_begun(tmp_path, monkeypatch):
+    save(tmp_path / "whole")
+    unfinished, unlink, outcomes = tmp_path / ".a.0123456789ab.tmp", os.unlink, []
+    (tmp_path / "whole").rename(unfinished)
+
+    def unlink_late(*args, **options):
+        """As if the other process were done just now."""
+        if not outcomes:
+            try:
+                unfinished.rename(tmp_path / "a")
+                outcomes.append("has a name, and loses its files")
+            except FileNotFoundError:
+                outcomes.append("gone")
+        unlink(*args, **options)
+
+    monkeypatch.setattr(os, "unlink", unlink_late)
+    save(tmp_path / "a")
+    assert outcomes == ["gone"]
+    assert names(tmp_path) == ["a", "latest"]
+    checkpoint.load(tmp_path / "a", None, build())
+
+
+@pytest.mark.parametrize("async_", [False, True])
+@pytest.mark.parametrize("file", ["rank-00000.pt", "common.pt", "manifest.json", "latest"])
+def test_two_processes_that_save_to_one_path_are_told_so(tmp_path, monkeypatch, file, async_):
+    write = manifest.write_durably
+
+    def write_late(path, content):
+        """As if another process saved meanwhile."""
+        if path.name == file:
+            monkeypatch.undo()
+            writing.write(*theirs)
+        return write(path, content)
+
+    theirs = []
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "write", lambda *given: theirs.extend(given))
+        save(tmp_path / "a")
+    monkeypatch.setattr(manifest, "write_durably", write_late)
+    with pytest.raises(RuntimeError) as raised:
+        save(tmp_path / "a", async_=async_)
+    text = str(raised.value)
+    assert text.startswith(f"checkpoint {tmp_path}/a was not saved:\n  rank 0: FileNotFoundError: {tmp_path}/.a.")
+    assert text.endswith(
+        ".tmp is gone: it was removed by another process that saves to the same path, say; give every job a "
+        "directory of its own"
+    )
+    assert names(tmp_path) == ["a", "latest"]
+    checkpoint.load(tmp_path / "a", None, build())
+
+
+def lose_the_folder_between_two_ranks(rank, world_size, folder):
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(Path, "touch", lambda *_, **__: None)  # as if it were removed, and made again by rank 1
+        with pytest.raises(RuntimeError) as raised:
+            save(f"{folder}/a")
+    return str(raised.value)
+
+
+def test_ranks_whose_folder_another_process_removes_meanwhile_are_told_so(tmp_path):
+    for text in run_ranks(lose_the_folder_between_two_ranks, 2, str(tmp_path)):
+        assert text.startswith(f"checkpoint {tmp_path}/a was not saved:\n  rank 0: FileNotFoundError: {tmp_path}/.a.")
+        assert ".tmp is gone: it was removed by another process" in text
+    assert names(tmp_path) == []
+
+
+def test_a_path_that_another_process_has_saved_to_meanwhile_is_refused(tmp_path, monkeypatch):
+    write = saving.write
+
+    def write_late(*given):
+        monkeypatch.undo()
+        save(tmp_path / "a")
+        write(*given)
+
+    monkeypatch.setattr(saving, "write", write_late)
+    refused = f"{tmp_path}/a exists by now: another process has saved to the same path; give every job a directory"
+    with pytest.raises(RuntimeError, match=f"rank 0: FileExistsError: {refused} of its own$"):
+        save(tmp_path / "a")
+    assert names(tmp_path) == ["a", "latest"]
+    checkpoint.load(tmp_path / "a", None, build())
 
 
 def killed_in_removal(rank, world_size, folder):

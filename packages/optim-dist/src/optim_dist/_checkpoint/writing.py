@@ -11,10 +11,12 @@ Nothing here reads the optimizer or the model: training may have gone on.
 
 from __future__ import annotations
 
+import errno
 import glob
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -36,6 +38,8 @@ from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import ParameterSpec, Piece
 
 LATEST = "latest"
+
+_OWN_DIRECTORY = "give every job a directory of its own"
 
 _logger = logging.getLogger(__name__)
 
@@ -114,7 +118,7 @@ class _Writer:
             wire = on_cpu(communicator) if copies else communicator
             courier = Courier(temporary, files, rank=self._rank, addresses=addresses, communicator=wire)
             courier.copy(copies)
-            with raised_together(wire, self._to.failed, self._rank) as problems:
+            with raised_together(wire, self._to.failed, self._rank) as problems, _known_if_gone(temporary):
                 problems += courier.problems
                 if self._is_head:
                     self._write_manifest(reports, files)
@@ -122,7 +126,7 @@ class _Writer:
                         _give_name(temporary, self._to.folder)
             if copies:
                 # once everything is on the disks of all sites
-                with raised_together(wire, self._to.failed, self._rank):
+                with raised_together(wire, self._to.failed, self._rank), _known_if_gone(temporary):
                     if self._is_head:
                         _give_name(temporary, self._to.folder)
         finally:
@@ -140,7 +144,8 @@ class _Writer:
         temporary = self._to.temporary
         with raised_together(self._communicator, self._to.failed, self._rank):
             temporary.mkdir(parents=True, exist_ok=True)
-            (temporary / manifests.rank_file(self._rank)).touch()
+            with _known_if_gone(temporary):
+                (temporary / manifests.rank_file(self._rank)).touch()
 
     def _write_files(self) -> _Report:
         """Write this rank's file, and on the first rank the common one; find out whether this rank is its site's head.
@@ -149,8 +154,10 @@ class _Writer:
         """
         temporary, snapshot = self._to.temporary, self._snapshot
         file, written = manifests.rank_file(self._rank), {}
-        with raised_together(self._communicator, self._to.failed, self._rank):
+        with raised_together(self._communicator, self._to.failed, self._rank), _known_if_gone(temporary):
             seen = seen_in(temporary, snapshot.world_size)
+            if self._rank not in seen:  # another rank has made the folder again since
+                raise FileNotFoundError(temporary / file)
             self._is_head = seen[0] == self._rank
             if self._is_head:
                 _clean(self._to)
@@ -206,6 +213,17 @@ def _warn_of_few(to: Destination, num_sites: int) -> None:
         )
 
 
+@contextmanager
+def _known_if_gone(temporary: Path) -> Iterator[None]:
+    """Say why a file in a save's hidden folder may not be found."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{temporary} is gone: it was removed by another process that saves to the same path, say; {_OWN_DIRECTORY}"
+        ) from error
+
+
 def _clean(to: Destination) -> None:
     """Remove what killed saves to this path, and killed removals in its directory, have left.
 
@@ -213,12 +231,21 @@ def _clean(to: Destination) -> None:
     """
     for left in to.folder.parent.glob(f".{glob.escape(to.folder.name)}.{'[0-9a-f]' * NONCE}.tmp"):
         if left != to.temporary:
-            shutil.rmtree(left, ignore_errors=True)  # in nobody's way if it cannot be removed
+            # under another name first: if it is still written, it cannot get its own while it loses its files
+            with suppress(OSError):  # in nobody's way if it cannot be removed
+                left.rename(left.with_suffix(".removed"))
     remove_leftovers(to.folder.parent)
 
 
 def _give_name(temporary: Path, folder: Path) -> None:
     """Give a complete checkpoint its name, and make it the latest; this takes no more space on the disk."""
-    temporary.rename(folder)
+    try:
+        temporary.rename(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        raise FileExistsError(
+            f"{folder} exists by now: another process has saved to the same path; {_OWN_DIRECTORY}"
+        ) from error
     (folder / LATEST).replace(folder.parent / LATEST)
     manifests.flush_folder(folder.parent)
