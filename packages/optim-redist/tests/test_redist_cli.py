@@ -436,6 +436,15 @@ def test_worst_cut_compares_with_what_must_cross():
     assert worst_cut(crossings(direct, direct.bounds.cuts))[1] == 4.0
 
 
+def test_the_worst_cut_is_told_in_the_direction_that_most_goes():
+    train, serve = Layout(Mesh(4), [0, None]), Layout(Mesh(4, ranks=[4, 5, 6, 7]), [None, 0])
+    there, back = (plan((64, 64), "bf16", *sides) for sides in ((train, serve), (serve, train)))
+    assert "out of the source of ranks 0–3 go at least 8 KiB; this plan crosses its border 1.00 ×" in str(there)
+    assert "out of the source of ranks 4–7 go at least 8 KiB; this plan crosses its border 1.00 ×" in str(back)
+    gathered = plan((64, 64), "bf16", train, Layout(Mesh(4), [None, None]), topology=Topology.nodes(2))
+    assert "into the node of ranks 0, 1 go at least 4 KiB" in str(gathered)
+
+
 def test_ascii_pictures():
     mesh = Mesh((2, 2))
     assert Layout(mesh, [0, 1]).picture((4, 2)) == (

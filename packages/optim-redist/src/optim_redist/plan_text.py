@@ -82,14 +82,18 @@ def _listed(phases: Iterable[Phase], cuts: Sequence[Cut]) -> list[tuple[int, int
     return list(zip(inbound, outbound))
 
 
-def worst_cut(crossed: Iterable[Crossed]) -> tuple[Cut, float] | None:
-    """The group with the largest ratio of traffic across its border to what has to cross it; None without groups."""
-    worst: tuple[Cut, float] | None = None
+def worst_cut(crossed: Iterable[Crossed]) -> tuple[Cut, float, bool] | None:
+    """The group with the largest ratio of traffic across its border to what has to cross it; None without groups.
+
+    The ratio is that of the direction in which more goes; the last value says whether this is out of the group.
+    """
+    worst: tuple[Cut, float, bool] | None = None
     for cut, inbound, outbound in crossed:
-        needed, used = max((cut.inbound, inbound), (cut.outbound, outbound), key=lambda pair: pair[1])
+        leaves = outbound > inbound
+        needed, used = (cut.outbound, outbound) if leaves else (cut.inbound, inbound)
         ratio = used / needed if needed else 1.0 if not used else float("inf")
         if worst is None or ratio > worst[1]:
-            worst = (cut, ratio)
+            worst = (cut, ratio, leaves)
     return worst
 
 
@@ -136,9 +140,10 @@ def _footer(plan: Plan, crossed: Sequence[Crossed]) -> list[str]:
         lines.append("no rank lacks anything, so nothing is sent")
     worst = worst_cut(crossed)
     if worst is not None:
-        cut, ratio = worst
+        cut, ratio, leaves = worst
+        way, needed = ("out of", cut.outbound) if leaves else ("into", cut.inbound)
         lines.append(
-            f"into the {cut.level} of ranks {_span(cut.ranks)} go at least {format_bytes(cut.inbound * width)}; "
+            f"{way} the {cut.level} of ranks {_span(cut.ranks)} go at least {format_bytes(needed * width)}; "
             f"this plan crosses its border {ratio:.2f} × as much as needed"
         )
         lines += _busy_inside(plan)
