@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -45,13 +47,16 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """On CUDA the allocator's peak since the last reset, on the CPU the process's resident set now (its caller keeps
-    the largest)."""
+    """On CUDA the allocator's peak since the last reset; on the CPU the process's resident set now (its caller keeps
+    the largest), or its largest where only that is told, or 0 where neither is (Windows)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     statm = Path("/proc/self/statm")
     if statm.exists():
-        return int(statm.read_text().split()[1]) * 4096
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return int(statm.read_text().split()[1]) * mmap.PAGESIZE
+    try:
+        import resource
+    except ModuleNotFoundError:
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -43,7 +43,7 @@ class Result:
             f"{history.seconds:.1f} s",
             f"{self.optimizer_ms:.2f} ms",
             f"{100 * self.optimizer_share:.1f} %",
-            f"{history.peak_bytes / 2**20:.0f} MiB",
+            f"{history.peak_bytes / 2**20:.0f} MiB" if history.peak_bytes else "not known",
         ]
 
 
