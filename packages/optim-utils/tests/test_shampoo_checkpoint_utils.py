@@ -153,6 +153,12 @@ def test_unflatten_refuses_gaps_in_a_sequence():
 def test_keys_that_only_their_identity_tells_apart_have_one_path():
     with pytest.raises(ValueError, match=r"two keys have the path \[NaN\]"):
         flatten({float("nan"): 1, float("nan"): 2})
+    # each would be found under the other
+    for transform in (flatten, to_dotted):
+        with pytest.raises(ValueError, match=r"two keys have the path \[\"a\", NaN\]"):
+            transform({"a": {float("nan"): {"b": 1}, 0: {}, float("nan"): {"c": 2}}})
+    shared = {float("nan"): {"b": 1}}
+    assert list(flatten({"a": shared, "b": shared})) == ['["a", NaN, "b"]', '["b", NaN, "b"]']
 
 
 keys = st.one_of(st.text(max_size=4), st.integers(), st.floats(allow_nan=False), st.booleans(), st.none())

@@ -24,15 +24,12 @@ def flatten(input_dict: dict[Any, Any], *, sequences: bool = False) -> dict[str,
 
     Raises:
         TypeError: for a key of another type, with its path, and for what is no dict.
-        ValueError: for a dict that contains itself.
+        ValueError: for a dict that contains itself, and for a dict with two NaNs among its keys.
     """
     _check_type("input_dict", input_dict, dict)
     flat: dict[str, Any] = {}
-    for path, encoded, leaf in _leaves(input_dict, sequences):
-        key = f"[{', '.join(encoded)}]"
-        if key in flat:
-            raise ValueError(f"two keys have the path {encode_path(path)}")
-        flat[key] = leaf
+    for _, encoded, leaf in _leaves(input_dict, sequences):
+        flat[f"[{', '.join(encoded)}]"] = leaf
     return flat
 
 
@@ -53,7 +50,8 @@ def to_dotted(state: dict[Any, Any]) -> tuple[dict[str, Any], dict[str, tuple[An
     """The leaves of nested dicts by the dotted names of ``torch.distributed.checkpoint``, and the path of each name.
 
     Raises:
-        ValueError: if two paths have one name, as those of the keys 0 and "0", or of ``{"a.b": 1, "a": {"b": 2}}``.
+        ValueError: if two paths have one name, as those of the keys 0 and "0", or of ``{"a.b": 1, "a": {"b": 2}}``; for
+            what `flatten` refuses.
     """
     _check_type("state", state, dict)
     dotted: dict[str, Any] = {}
@@ -100,9 +98,15 @@ def _leaves(root: dict[Any, Any], sequences: bool) -> Iterator[tuple[list[Any], 
     stack: list[Iterator[tuple[Any, Any]]] = [iter(root.items())]
     active: list[int] = [id(root)]
     entered = {id(root)}
+    # the containers being walked in which a NaN was a key: only its identity tells it from another NaN
+    with_nan: set[int] = set()
     while stack:
         for item, value in stack[-1]:
             path.append(item)
+            if item != item:
+                if active[-1] in with_nan:
+                    raise ValueError(f"two keys have the path {encode_path(path)}")
+                with_nan.add(active[-1])
             try:
                 encoded.append(encode_item(item))
             except TypeError as error:
@@ -120,7 +124,9 @@ def _leaves(root: dict[Any, Any], sequences: bool) -> Iterator[tuple[list[Any], 
             encoded.pop()
         else:
             stack.pop()
-            entered.remove(active.pop())
+            left = active.pop()
+            entered.remove(left)
+            with_nan.discard(left)
             if stack:
                 path.pop()
                 encoded.pop()
