@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -51,6 +52,11 @@ def gradients_of(params: Sequence[Tensor]) -> list[Tensor | None]:
     """
     grads = [param.grad for param in params]
     return list(map(spread_as, grads, params)) if has_dtensors(grads) else grads
+
+
+def note_shards_were_written(tensors: Iterable[Tensor]) -> None:
+    """Tell autograd of DTensors whose local parts were written to; it counts writes to other tensors itself."""
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if is_dtensor(tensor)])
 
 
 def placed_like(part: Tensor, tensor: Any) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from optim_kernels import reference
-from optim_kernels._dtensors import local
+from optim_kernels._dtensors import local, note_shards_were_written
 from optim_kernels._optimizers.adamw_state import MOMENTS
 from optim_kernels._optimizers.storage import MASTER_KEYS, master_of
 from optim_utils.low_bit import LowBitTensor
@@ -173,3 +173,4 @@ def _reference_step(
         seed=group["seed"],
         indices=indices,
     )
+    note_shards_were_written(params)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optim_kernels._dtensors import note_shards_were_written
 from optim_kernels._optimizers.explaining import log_fallback
 from optim_kernels._optimizers.followed_writes import can_be_followed
 from optim_kernels._optimizers.muon_entries import convert_loaded_state, entries_of
@@ -78,6 +79,8 @@ class MuonOptimizer(PrivateState, Optimizer):
             indices = dict(zip(names, count()))
             entries = [(group, entries_of(group, self._own_state, names, indices)) for group in groups]
             self._planner.step(entries, state=self._own_state, **scaling)
+            params = list(names)
+            note_shards_were_written(params[entry.index] for _, members in entries for entry in members)
             self._log_fallbacks(self._planner.fallbacks)
         if any(group["master_weights"] == "fp32" for group in groups):
             self._writes.note_step(self._with_masters(groups))
