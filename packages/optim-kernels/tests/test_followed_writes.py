@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -187,6 +188,45 @@ def test_a_write_is_remembered_until_the_parameter_is_stepped(make: Make) -> Non
     assert torch.equal(own[0], -value)
 
 
+@MAKES
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "file"])
+def test_a_copy_follows_what_was_written_before(make: Make, copied: Callable[[Any], Any]) -> None:
+    """Copies had gone on from the masters as they were before that."""
+    params = parameters(2)
+    optimizer = make(params)
+    move(optimizer, params)
+    value, bits = -params[0].detach(), master(optimizer, params[1]).clone()
+    write(params[0], value)
+    own, twin = copied((params, optimizer))
+    for ours, each in ((params, optimizer), (own, twin), copied((own, twin))):
+        stay(each, ours)
+        assert torch.equal(ours[0], value)
+        assert torch.equal(master(each, ours[1]), bits)
+
+
+@MAKES
+def test_what_is_saved_are_masters_of_the_parameters_as_they_are_then(make: Make) -> None:
+    """Training that went on from a checkpoint had undone what was written before it was saved."""
+    params = parameters(2)
+    optimizer = make(params)
+    move(optimizer, params)
+    bits, kept = [master(optimizer, param).clone() for param in params], params[0].detach().clone()
+    write(params[0][:4], -kept[:4])
+    saved = copy.deepcopy((params, optimizer.state_dict()))
+    # nothing has happened to the optimizer
+    assert torch.equal(master(optimizer, params[0]), bits[0])
+    write(params[0], kept)
+    stay(optimizer, params)
+    assert torch.equal(master(optimizer, params[0]), bits[0])
+    own, state = saved
+    resumed = make(own)
+    resumed.load_state_dict(state)
+    stay(resumed, own)
+    assert torch.equal(own[0], torch.cat((-kept[:4], kept[4:])))
+    assert torch.equal(master(resumed, own[0])[4:], bits[0][4:])
+    assert torch.equal(master(resumed, own[1]), bits[1])
+
+
 @pytest.mark.parametrize("make", [adamw, adamw_by_torch, muon])
 def test_parameters_whose_writes_nobody_counts_are_stepped_as_ever(make: Make) -> None:
     with torch.inference_mode():
@@ -234,6 +274,7 @@ def _write_to_a_dtensor(rank: int, world_size: int) -> None:
     move(optimizer, [param])
     value = -param.detach()
     write(param, value)
+    assert torch.equal(local(optimizer.state_dict()["state"][0]["master"]), local(value).float())
     stay(optimizer, [param])
     assert torch.equal(local(param), local(value))
     assert torch.equal(local(master(optimizer, param)), local(value).float())

@@ -8,16 +8,17 @@ them (``_place_state``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optim_kernels._dtensors import placed_like
 from optim_kernels._optimizers.adamw_state import MOMENTS, NEEDED
 from optim_kernels._optimizers.fitting import check_loaded
-from optim_kernels._optimizers.followed_writes import FollowedWrites, can_be_followed
+from optim_kernels._optimizers.followed_writes import FollowedWrites, can_be_followed, followed
 from optim_kernels._optimizers.inference import as_normal, out_of_inference_mode
 from optim_kernels._optimizers.plain_options import with_dtypes
 from optim_kernels._optimizers.storage import MASTERS
@@ -45,17 +46,46 @@ class StatefulOptimizer(Optimizer):
         self._writes = FollowedWrites()
         super().__init__(*args, **kwargs)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy has other parameters, of which nobody has counted the writes
+        return {**super().__getstate__(), "_written": self._written()}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        written = state.get("_written", [])
+        super().__setstate__({key: value for key, value in state.items() if key != "_written"})
         if "_writes" not in self.__dict__:
             self._writes = FollowedWrites()
             self._note_writes()
+            self._writes.note_written(written)
 
     def _note_writes(self) -> None:
         """Assume that fp32 masters match their parameters now; later writes to the parameters are followed."""
+        self._writes.note(self._with_masters(self.param_groups))
+
+    def _with_masters(self, groups: Iterable[dict[str, Any]]) -> list[Tensor]:
+        """The groups' parameters that have an fp32 master by now, and whose writes can be followed."""
         state = self.__dict__["state"]  # not `self.state`, which counts as access by the user
-        with_masters = [param for _, param in self._parameters() if "master" in state.get(param, {})]
-        self._writes.note([*filter(can_be_followed, with_masters)])
+        params = [param for group in groups for param in group["params"]]
+        return [param for param in params if "master" in state.get(param, {}) and can_be_followed(param)]
+
+    def _written(self) -> list[Tensor]:
+        """The parameters with a master that others have written to since the last step."""
+        return self._writes.written(self._with_masters(self.param_groups))
+
+    def state_dict(self) -> dict[str, Any]:
+        """A state dict as torch's, in which masters belong to the parameters as they are now, whoever wrote to them."""
+        written = set(self._written())
+
+        def follow(_: Optimizer, content: dict[str, Any]) -> None:
+            state = content["state"] = dict(content["state"])
+            for number, param in enumerate(self._parameter_names()):
+                if param in written:
+                    master = state[number]["master"]
+                    now = placed_like(followed(param, master), param)
+                    state[number] = {**state[number], "master": now}
+
+        with self.register_state_dict_post_hook(follow, prepend=True):
+            return super().state_dict()
 
     @out_of_inference_mode
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

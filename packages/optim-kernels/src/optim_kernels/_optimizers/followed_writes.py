@@ -52,11 +52,20 @@ class FollowedWrites:
         versions, addresses = _versions(params), _addresses(params)
         if self._are_latest(params) and versions == self._versions and addresses == self._addresses:
             return
-        noted = self._others | self._of_latest()
+        noted = self._noted()
         for param, mark, value, master in zip(params, zip(versions, addresses), values, masters, strict=True):
             if noted.get(id(param), mark) != mark:
                 _follow(value, master)
         self._set_latest(params, versions, addresses)
+
+    def written(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Those of the parameters that were written to, or have moved, since they were noted."""
+        noted, marks = self._noted(), zip(_versions(params), _addresses(params))
+        return [param for param, mark in zip(params, marks) if noted.get(id(param), mark) != mark]
+
+    def note_written(self, params: Sequence[Tensor]) -> None:
+        """Note that these parameters have been written to, so that their masters follow next time."""
+        self._set_latest(params, [-1] * len(params), [0] * len(params))
 
     def note_step(self, params: Sequence[Tensor]) -> None:
         """Note that a step has written to these parameters and their masters alike."""
@@ -72,6 +81,9 @@ class FollowedWrites:
     def _are_latest(self, params: Sequence[Tensor]) -> bool:
         latest = self._latest
         return params is latest or (len(params) == len(latest) and all(map(is_, params, latest)))
+
+    def _noted(self) -> dict[int, tuple[int, int]]:
+        return self._others | self._of_latest()
 
     def _of_latest(self) -> dict[int, tuple[int, int]]:
         return dict(zip(map(id, self._latest), zip(self._versions, self._addresses)))
@@ -92,8 +104,15 @@ def _addresses(params: Sequence[Tensor]) -> list[int]:
 
 
 @torch.no_grad()
-def _follow(value: Tensor, master: Tensor) -> None:
+def followed(value: Tensor, master: Tensor) -> Tensor:
+    """What the master of a value that was written to is by now, in local parts; no tensor is changed."""
     value, master = local(value.detach()), local(master)
     # a mismatch is left for the step to refuse
-    if value.device == master.device and value.shape == master.shape:
-        master.copy_(torch.where(master.to(value.dtype) == value, master, value.to(master.dtype)))
+    if value.device != master.device or value.shape != master.shape:
+        return master
+    return torch.where(master.to(value.dtype) == value, master, value.to(master.dtype))
+
+
+@torch.no_grad()
+def _follow(value: Tensor, master: Tensor) -> None:
+    local(master).copy_(followed(value, master))

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from optim_kernels._dtensors import note_shards_were_written
 from optim_kernels._optimizers.explaining import log_fallback
-from optim_kernels._optimizers.followed_writes import can_be_followed
 from optim_kernels._optimizers.muon_entries import convert_loaded_state, entries_of
 from optim_kernels._optimizers.muon_options import DEFAULTS, check_group, check_param, view_of
 from optim_kernels._optimizers.muon_planner import MuonPlanner
@@ -71,7 +70,8 @@ class MuonOptimizer(PrivateState, Optimizer):
 
     def _step_muon(self, groups: list[dict[str, Any]], **scaling: Tensor | None) -> None:
         """One step of Muon groups; ``scaling``: clip_factor, grad_scale, found_inf."""
-        followed = self._with_masters(groups)
+        with_masters = [group for group in groups if group["master_weights"] == "fp32"]
+        followed = self._with_masters(with_masters)
         if followed:
             self._writes.follow(followed, followed, [self._own_state[p]["master"] for p in followed])
         if not self._planner.repeat(groups, self._state_to_check(), **scaling):
@@ -82,19 +82,14 @@ class MuonOptimizer(PrivateState, Optimizer):
             params = list(names)
             note_shards_were_written(params[entry.index] for _, members in entries for entry in members)
             self._log_fallbacks(self._planner.fallbacks)
-        if any(group["master_weights"] == "fp32" for group in groups):
-            self._writes.note_step(self._with_masters(groups))
+        if with_masters:
+            self._writes.note_step(self._with_masters(with_masters))
 
     def _log_fallbacks(self, reasons: Iterable[str]) -> None:
         """Log each reason why plain torch updates parameters once."""
         new = frozenset(reasons) - self._logged_fallbacks
         self._logged_fallbacks |= new
         log_fallback(self, new)
-
-    def _with_masters(self, groups: Sequence[dict[str, Any]]) -> list[Tensor]:
-        """The parameters that have an fp32 master by now, and whose writes can be followed."""
-        params = [p for group in groups if group["master_weights"] == "fp32" for p in group["params"]]
-        return [p for p in params if "master" in self._own_state.get(p, {}) and can_be_followed(p)]
 
     def _needed_state(self, group: dict[str, Any]) -> Sequence[str]:
         return ("momentum_buffer",) if self._is_muon(group) else super()._needed_state(group)

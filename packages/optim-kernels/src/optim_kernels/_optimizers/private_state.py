@@ -98,6 +98,8 @@ class PrivateState(StatefulOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """A state dict as torch's, but with other tensor objects, which share the memory of the state's tensors.
 
+        Masters of parameters that others have written to are copies that have followed them.
+
         To free that memory for a while, go by way of ``state``.
         """
         is_private = False
