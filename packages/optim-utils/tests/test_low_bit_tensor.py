@@ -4,10 +4,12 @@ import copy
 import importlib
 import io
 import logging
+import math
 import pickle
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -21,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from optim_utils._low_bit import graph_cache
 from optim_utils.low_bit import (
     DYNAMIC8,
+    INT4,
     INT8,
     MOMENT8,
     NF4,
@@ -484,7 +487,7 @@ def dtensor_rank(rank: int, world_size: int) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             quantize(columns, fmt)
-    with pytest.raises(ValueError, match="hold 6 blocks of 8 each, but a DTensor of its 9 scales would hold 5"):
+    with pytest.raises(ValueError, match=r"shard 0 of 2 .* has 6 scales, but of a DTensor of all 9 it would have 5:"):
         quantize(uneven, SHARDED[0])
     with pytest.raises(ValueError, match="next aligned offset is 80"):
         quantize(uneven, SHARDED[0].with_(block_size=80))
@@ -504,6 +507,45 @@ def dtensor_rank(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_dtensors_give_dtensors_of_the_same_bits(world_size: int) -> None:
     run_ranks(dtensor_rank, world_size)
+
+
+def cut_rank(rank: int, world_size: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    line, grid, nibbles = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2)), INT4.with_(block_size=4)
+    for fmt, shape, mesh, message in (
+        # two axes cut 3 rows in 2 and 1: element 3 begins a shard
+        (
+            INT8.with_(block_size=2),
+            (6,),
+            grid,
+            "4 shards of dimension 0 .* element 3 is no multiple .* next aligned offset is 4",
+        ),
+        (
+            INT8.with_(block_size=2),
+            (14, 4),
+            grid,
+            "shard 0 of 4 of dimension 0 .* has 8 scales, but of a DTensor of all 28 .* have 7:",
+        ),
+        (nibbles, (6, 4), line, "shard 0 of 4 of dimension 0 .* has 4 bytes of codes, but .* of all 12 .* have 3:"),
+        (INT8.with_(block_size=4), (6, 4), grid, None),
+        (nibbles, (8, 4), grid, None),
+        (nibbles.with_(layout="rows"), (6, 4), line, None),
+    ):
+        whole = numbers(14).flatten()[: math.prod(shape)].view(shape)
+        part = distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim, src_data_rank=None)
+        if message is None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # two gathers, one for each axis
+                assert same_bits(full(quantize(part, fmt)), quantize(whole, fmt)), (fmt, shape)
+        else:
+            with pytest.raises(ValueError, match=message):
+                quantize(part, fmt)
+
+
+def test_parts_of_dtensors_that_codes_and_scales_do_not_have_are_refused() -> None:
+    run_ranks(cut_rank, 4)
 
 
 def stochastic_rank(rank: int, world_size: int) -> None:

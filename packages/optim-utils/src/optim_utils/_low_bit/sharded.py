@@ -80,17 +80,17 @@ def _check_shards(x: DTensor, fmt: LowBitFormat) -> None:
             raise ValueError(
                 f"a DTensor of shape {shape} must have placements Shard or Replicate, got {placement}; redistribute it"
             )
-    mesh_sizes: dict[int, int] = {}
+    axis_sizes: dict[int, list[int]] = {}
     for mesh_axis, placement in enumerate(x.placements):
         if placement.is_shard():
             dim = placement.dim % x.dim()  # type: ignore[attr-defined]
-            mesh_sizes[dim] = mesh_sizes.get(dim, 1) * x.device_mesh.size(mesh_axis)
-    for dim, num_shards in mesh_sizes.items():
-        _check_dim(shape, dim, num_shards, fmt)
+            axis_sizes.setdefault(dim, []).append(x.device_mesh.size(mesh_axis))
+    for dim, sizes in axis_sizes.items():
+        _check_dim(shape, dim, sizes, fmt)
 
 
-def _check_dim(shape: tuple[int, ...], dim: int, num_shards: int, fmt: LowBitFormat) -> None:
-    """Raise ValueError if a shard, of ceil(size / num_shards) indices, cuts a block or does not match its scales."""
+def _check_dim(shape: tuple[int, ...], dim: int, axis_sizes: Sequence[int], fmt: LowBitFormat) -> None:
+    """Raise ValueError if a shard along ``dim`` cuts a block, or is not cut as DTensor cuts its codes or scales."""
     if fmt.layout == "rows" and dim < len(shape) - 1:
         return
     if fmt.layout == "flat" and math.prod(shape[:dim]) > 1:
@@ -98,20 +98,36 @@ def _check_dim(shape: tuple[int, ...], dim: int, num_shards: int, fmt: LowBitFor
             f"flat blocks of a tensor of shape {shape} run across its sharded dimension {dim}: shard dimension 0, or "
             'use layout="rows"'
         )
-    unit, block_size = math.prod(shape[dim + 1 :]), fmt.block_size
-    chunk = -(-shape[dim] // num_shards)
-    if chunk < shape[dim] and chunk * unit % block_size:
-        offset = chunk * unit
-        raise ValueError(
-            f"{num_shards} shards of dimension {dim} of a tensor of shape {shape} divide a block: element {offset} is "
-            f"no multiple of the block size {block_size}; the next aligned offset is "
-            f"{-(-offset // block_size) * block_size}"
-        )
-    num_blocks = -(-shape[dim] * unit // block_size)
-    blocks_a_shard = chunk * unit // block_size
-    if chunk < shape[dim] and -(-num_blocks // num_shards) != blocks_a_shard:
-        raise ValueError(
-            f"{num_shards} shards of dimension {dim} of a tensor of shape {shape} hold {blocks_a_shard} blocks of "
-            f"{block_size} each, but a DTensor of its {num_blocks} scales would hold {-(-num_blocks // num_shards)}: "
-            f"make the dimension divisible by {num_shards}, or use another block size"
-        )
+    unit, block_size, num_shards = math.prod(shape[dim + 1 :]), fmt.block_size, math.prod(axis_sizes)
+    cuts = [index * unit for index in _cuts(shape[dim], axis_sizes)]
+    total = cuts[-1]
+    for offset in cuts:
+        if offset < total and offset % block_size:
+            raise ValueError(
+                f"{num_shards} shards of dimension {dim} of a tensor of shape {shape} divide a block: element {offset} "
+                f"is no multiple of the block size {block_size}; the next aligned offset is "
+                f"{-(-offset // block_size) * block_size}"
+            )
+    # codes of 8 bits have the tensor's shape
+    parts = {"scales": block_size} if fmt.bits == 8 else {"scales": block_size, "bytes of codes": 2}
+    for what, elements in parts.items():
+        wanted = [-(-offset // elements) for offset in cuts]
+        found = _cuts(wanted[-1], axis_sizes)
+        for shard, (start, stop, end) in enumerate(zip(wanted, wanted[1:], found[1:])):
+            if stop != end:
+                raise ValueError(
+                    f"shard {shard} of {num_shards} of dimension {dim} of a tensor of shape {shape} has {stop - start} "
+                    f"{what}, but of a DTensor of all {wanted[-1]} it would have {end - start}: make the dimension "
+                    f"divisible by {num_shards}, or use another block size"
+                )
+
+
+def _cuts(length: int, axis_sizes: Sequence[int]) -> list[int]:
+    """Where the shards of ``length`` indices begin, and where the last one ends; each axis cuts as torch.chunk does."""
+    starts, stops = [0], [length]
+    for size in axis_sizes:
+        starts = [
+            min(start + k * -(-(stop - start) // size), stop) for start, stop in zip(starts, stops) for k in range(size)
+        ]
+        stops = [*starts[1:], length]
+    return [*starts, length]
