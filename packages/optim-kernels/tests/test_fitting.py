@@ -12,6 +12,7 @@ from random_tensors import DEVICE, give_gradients
 from torch import Tensor, nn
 
 from optim_kernels import TritonAdamW, TritonMuon, TritonMuonAdamW
+from optim_kernels.functional import adamw_
 from optim_utils.low_bit import INT8, quantize
 
 pytest.importorskip("triton")
@@ -156,8 +157,9 @@ def test_a_parameter_that_has_become_an_expanded_one(make: Any) -> None:
         torch.ones(()).to_sparse(),
         torch.ones((), device="meta"),
         quantize(torch.ones(1), INT8),
+        torch.ones((), dtype=torch.complex64),
     ],
-    ids=["none", "text", "two", "sparse", "meta", "codes"],
+    ids=["none", "text", "two", "sparse", "meta", "codes", "complex"],
 )
 def test_a_step_count_that_is_none(make: Any, impl: Any, count: Any) -> None:
     params, optimizer = stepped(make, impl)
@@ -188,6 +190,17 @@ def test_a_state_of_which_something_is_missing(make: Any, impl: Any, missing: st
         params,
         rf"last cannot be updated: its state has \['.*\], but needs {missing} too; add what is missing",
     )
+
+
+def test_functions_call_parameters_as_their_callers_do() -> None:
+    params = [torch.zeros(4, 6, device=DEVICE) for _ in range(2)]
+    moments = [torch.zeros(4, 6, device=DEVICE), torch.zeros(2, device=DEVICE)]
+    options: Any = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "impl": "triton"}
+    steps = torch.zeros((), device=DEVICE)
+    with pytest.raises(ValueError, match=r"^exp_avg of last must be like last, torch\.float32 of shape \(4, 6\)"):
+        adamw_(params, params, moments, params, steps=steps, names=["first", "last"], **options)
+    with pytest.raises(ValueError, match=r"^names must have one entry for each of the 2 params, got 1"):
+        adamw_(params, params, params, params, steps=steps, names=["first"], **options)
 
 
 @IMPLS

@@ -15,7 +15,7 @@ from optim_dist._optimizers.repeated_adamw import RepeatedAdamW, UpdateOptions
 from optim_dist._optimizers.shards import Item, Route, Shard, StepContext, check_rounding
 from optim_dist.plan import RouteName
 from optim_dist.planning import code_block
-from optim_kernels.adamw_groups import StateDtype, check_group, init_state
+from optim_kernels.adamw_groups import StateDtype, check_group, check_state, init_state
 from optim_kernels.functional import AdamWPlan, adamw_
 from optim_kernels.states import MASTER_KEYS, MasterWeights
 
@@ -28,9 +28,12 @@ class AdamWRoute:
 
     def complete_state(self, shard: Shard, group: dict[str, Any], state: dict[str, Any]) -> None:
         """Create missing moments in ``state_dtype``, a step count on the parameter's device, and master weights."""
-        # groups lack options that were left at their defaults
-        options = {key: group.get(key) for key in ("amsgrad", "state_dtype", "master_weights")}
-        init_state(shard.like.detach(), options, state, whole=shard.parameter)
+        init_state(shard.like.detach(), _storage(group), state, whole=shard.parameter)
+
+    def check_state(self, shard: Shard, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        check_state(shard.like, _storage(group), state, shard.name)
+        if not isinstance(state["step"], Tensor):
+            raise ValueError(f"{shard.name} cannot be updated: its step must be a 0-d tensor, got {state['step']!r}")
 
     def encode_state(self, shard: Shard, group: dict[str, Any], state: dict[str, Any]) -> None:
         # masters wait for the next step, as the parameter they are made of may be loaded later
@@ -89,8 +92,14 @@ class AdamWRoute:
             indices=[item.shard.number for item in items],
             starts=[item.shard.start for item in items],
             present=[context.count(item.shard) for item in items],
+            names=[item.shard.name for item in items],
             plan=plan,
         )
+
+
+def _storage(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that say what a state holds; groups lack those that were left at their defaults."""
+    return {key: group.get(key) for key in ("amsgrad", "state_dtype", "master_weights")}
 
 
 class TritonDistAdamW(DistOptimizer):

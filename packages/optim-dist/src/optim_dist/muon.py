@@ -18,6 +18,7 @@ from optim_kernels.muon_groups import (
     MuonPlanner,
     check_group,
     check_param,
+    check_state,
     given_options,
     init_state,
     muon_defaults,
@@ -34,6 +35,9 @@ class MuonRoute:
 
     def complete_state(self, shard: Shard, group: dict[str, Any], state: dict[str, Any]) -> None:
         init_state(shard.like.detach(), _view(shard), group, state)
+
+    def check_state(self, shard: Shard, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        check_state(shard.like, _view(shard), group, state, shard.name)
 
     def encode_state(self, shard: Shard, group: dict[str, Any], state: dict[str, Any]) -> None:
         raise AssertionError("momentum has no codes")
@@ -54,7 +58,9 @@ class MuonRoute:
         for item in items:
             if not is_missing(item, context):
                 shard = item.shard
-                entry = MuonEntry(shard.value, shard.gradient_or_zeros, item.state, _view(shard), shard.number)
+                entry = MuonEntry(
+                    shard.value, shard.gradient_or_zeros, item.state, _view(shard), shard.number, shard.name
+                )
                 by_group.setdefault(id(item.group), (item.group, []))[1].append(entry)
         planner.step(list(by_group.values()), **scalars)
         cache["latest"] = items if context.may_repeat else None

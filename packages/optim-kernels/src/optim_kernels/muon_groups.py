@@ -6,7 +6,7 @@ the kernels run. `make_groups_plain` and `with_dtypes` are those of `states`.
 
 from optim_kernels._newton_schulz.config import Tiles
 from optim_kernels._optimizers.kinds import CURRENT_VARIANT, completed_group, muon_defaults
-from optim_kernels._optimizers.muon_entries import MuonEntry, init_state
+from optim_kernels._optimizers.muon_entries import MuonEntry, check_state, init_state
 from optim_kernels._optimizers.muon_options import (
     check_choices,
     check_group,
@@ -34,6 +34,7 @@ __all__ = [
     "check_group",
     "check_muon_scalars",
     "check_param",
+    "check_state",
     "completed_group",
     "given_options",
     "init_state",

@@ -32,7 +32,7 @@ from optim_dist._optimizers import step_checks
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.explain import Explanation, explain
 from optim_dist._optimizers.group_checks import GroupChecks
-from optim_dist._optimizers.kept_items import KeptItems
+from optim_dist._optimizers.kept_items import HeldStates, KeptItems
 from optim_dist._optimizers.layouts import local
 from optim_dist._optimizers.multipliers import ScaledGroups, given_multipliers
 from optim_dist._optimizers.norm import check_norm_type, norm_over_ranks
@@ -63,13 +63,14 @@ class DistOptimizer(StatefulOptimizer):
     _group_checks: GroupChecks
     _scaled_groups: ScaledGroups
     _kept: KeptItems | None  # items of the buckets
+    _fit_states: HeldStates | None  # of parameters in no bucket, as they were when they were last checked
     _caches: dict[tuple[RouteName, object], dict[Any, Any]]  # a route's own, one for all that it updates together
     _workspace: Workspace | None  # for Newton–Schulz
 
     def _connect(self) -> None:
         self._caches = {}
         self._workspace = workspace_for(self._options.ns_workspace_mb)
-        self._kept = None
+        self._kept = self._fit_states = None
         self._group_checks = GroupChecks()
         self._scaled_groups = ScaledGroups()
         self._factor = None
@@ -89,7 +90,7 @@ class DistOptimizer(StatefulOptimizer):
             super().close()
         finally:
             self._caches.clear()
-            self._kept = self._workspace = None
+            self._kept = self._fit_states = self._workspace = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -97,7 +98,7 @@ class DistOptimizer(StatefulOptimizer):
 
     def _forget_states(self) -> None:
         """Drop references to old states now, so that their memory is not held beside new ones until the next step."""
-        self._kept = None
+        self._kept = self._fit_states = None
         for (route, _), cache in self._caches.items():
             self._routes[route].forget(cache)
 
@@ -261,6 +262,7 @@ class DistOptimizer(StatefulOptimizer):
         """Phases 4 and 5."""
         self._scaled_groups.refresh(self.param_groups)
         kept = self._kept_items()
+        self._check_unbucketed()
         followed = None if self._unbucketed else kept
         self._masters.follow(self, followed)
         counts = None if self._bucketed.lacks_none else self._bucketed.counts
@@ -298,8 +300,27 @@ class DistOptimizer(StatefulOptimizer):
         """The buckets' items: those of the previous step, unless something that they are made of has changed."""
         groups, multipliers, kept = self.param_groups, self._scaled_groups.multipliers, self._kept
         if kept is None or not kept.are_for(groups, multipliers, self.state, self._complete_ids):
-            kept = self._kept = KeptItems(self._bucketed.shards_of, groups, multipliers, self.state, self._item)
+            kept = self._kept = KeptItems(self._bucketed.shards_of, groups, multipliers, self.state, self._checked_item)
         return kept
+
+    def _check_unbucketed(self) -> None:
+        """Refuse states of parameters in no bucket that somebody has changed to what cannot be updated."""
+        if not self._unbucketed or (self._fit_states is not None and self._fit_states.are_those_of(self.state)):
+            return
+        for shard in self._unbucketed.shards():
+            if id(shard.parameter) in self._complete_ids:  # others are completed in this step
+                self._checked_item(shard)
+        self._fit_states = HeldStates(self.state)
+
+    def _checked_item(self, shard: Shard) -> Item:
+        """The item, of whose state somebody may have changed what it holds."""
+        item = self._item(shard)
+        self._routes[self.plan.parameters[shard.index].route].check_state(shard, item.group, item.state)
+        if item.group.get("master_weights") is None or item.master is not None:
+            return item
+        # somebody has taken the master out
+        self._complete_ids.discard(id(shard.parameter))
+        return self._item(shard)
 
     def _item(self, shard: Shard) -> Item:
         state = self._state_of(shard)

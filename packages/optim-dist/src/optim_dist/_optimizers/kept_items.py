@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -86,6 +87,21 @@ class KeptItems:
             self._first_gradients[bucket] = items[0].shard.gradient
             items = self._items[bucket] = [*items]
         return items
+
+
+class HeldStates:
+    """An optimizer's state as it is at construction: its dicts, and the objects in these."""
+
+    def __init__(self, state: State) -> None:
+        self._keys, self._dicts = list(state), list(state.values())
+        # live views, which show what the dicts hold later
+        self._contents = [each.values() for each in self._dicts]
+        self._held = list(chain.from_iterable(self._contents))
+
+    def are_those_of(self, state: State) -> bool:
+        """Whether they are the same objects; a tensor may have got other memory all the same."""
+        is_same = are_same(state, self._keys) and are_same(state.values(), self._dicts)
+        return is_same and are_same(list(chain.from_iterable(self._contents)), self._held)
 
 
 def are_same(some: Collection[object], others: Sequence[object]) -> bool:

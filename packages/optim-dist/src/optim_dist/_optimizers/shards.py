@@ -120,6 +120,9 @@ class Route(Protocol):
     def complete_state(self, shard: Shard, group: dict[str, Any], state: dict[str, Any]) -> None:
         """Create what ``state`` lacks for the group's options."""
 
+    def check_state(self, shard: Shard, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Refuse, by the parameter's name, a complete ``state`` that others have changed to what cannot be updated."""
+
     def encode_state(self, shard: Shard, group: dict[str, Any], state: dict[str, Any]) -> None:
         """Turn the moments of a loaded ``state`` into 8-bit codes; for shards whose ``block`` is more than 1."""
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from optim_kernels._dtensors import is_dtensor
 from optim_kernels._optimizers.adamw_codes import FORMATS, encoded, has_codes
 from optim_kernels._optimizers.adamw_options import StateDtype
-from optim_kernels._optimizers.fitting import what_is_missing, why_no_master, why_unfit
+from optim_kernels._optimizers.fitting import refuse, what_is_missing, why_no_master, why_unfit
 from optim_kernels._optimizers.storage import (
     MASTERS,
     OWN_MASTER,
@@ -183,3 +183,8 @@ def why_unfit_state(param: Tensor, grad: Tensor, group: Mapping[str, Any], state
     if group["master_weights"] is None:
         return what_is_missing(state, used) or why_unfit(param, grad, state, used)
     return what_is_missing(state, used) or why_unfit(param, grad, state, (*used, *MASTERS)) or why_no_master(state)
+
+
+def check_state(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], name: str) -> None:
+    """Raise ``ValueError`` unless a step of the group can update the parameter of this name, and its state."""
+    refuse(why_unfit_state(param, param, group, state), name)

@@ -146,7 +146,8 @@ def _lacks_numbers(value: Any, param: Tensor) -> bool:
     """Whether this is a tensor whose numbers a step of ``param`` cannot read where they are."""
     if not isinstance(value, Tensor):
         return False
-    return value.layout != torch.strided or isinstance(value, LowBitTensor) or (value.is_meta and not param.is_meta)
+    is_elsewhere = value.is_meta and not param.is_meta
+    return value.layout != torch.strided or isinstance(value, LowBitTensor) or value.is_complex() or is_elsewhere
 
 
 def _words(value: Any) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import is_dtensor, is_wrapper, local, spread_as
-from optim_kernels._optimizers.fitting import refuse, why_no_numbers, why_unfit
+from optim_kernels._optimizers.fitting import refuse, what_is_missing, why_no_master, why_no_numbers, why_unfit
 from optim_kernels._optimizers.inference import out_of_inference_mode
 from optim_kernels._optimizers.muon_options import check_choices, check_param, ns_config_of, rule_of, view_of
 from optim_kernels._optimizers.storage import (
@@ -143,6 +143,17 @@ def check_state_in_capture(param: Tensor, state: Mapping[Tensor, dict[str, Any]]
             f"a step is being captured into a CUDA graph, but {name} has no state yet, and every replay would make it "
             "anew; run a step before the capture"
         )
+
+
+def check_state(param: Tensor, view: MatrixView, group: Mapping[str, Any], state: Mapping[str, Any], name: str) -> None:
+    """Raise ``ValueError`` unless a step of the group can update the parameter of this name, and its state."""
+    counted = ["step"] * group["stochastic_rounding"]
+    with_moment = group["beta2"] is not None
+    needed = ("momentum_buffer", *counted, *["second_momentum_buffer"] * with_moment)
+    used = ("momentum_buffer", *MASTERS, *counted)
+    refuse(what_is_missing(state, needed) or why_unfit(param, param, state, used) or why_no_master(state), name)
+    if with_moment:
+        _check_second_moment(state["second_momentum_buffer"], param, view, name)
 
 
 def explained_entry(param: Tensor, view: MatrixView, place: int, state: Mapping[str, Any]) -> MuonEntry:

@@ -50,6 +50,7 @@ def adamw_(
     indices: Sequence[int] | None = None,
     starts: Sequence[int] | None = None,
     present: Sequence[Tensor | None] | None = None,
+    names: Sequence[str] | None = None,
     plan: AdamWPlan | None = None,
     impl: Impl = "auto",
 ) -> None:
@@ -74,6 +75,7 @@ def adamw_(
         stochastic_rounding: whether bf16 parameters and moments are rounded at random, by the packed stream of
             ``optim_utils.rounding`` with key ``(seed, indices[i])`` from element ``starts[i]`` on.
         present: per tensor ``None`` or a 0-d tensor; 0 leaves tensor, state and step count alone.
+        names: what errors call the parameters that the kernels refuse, in place of ``params[i]``.
         plan: an ``AdamWPlan()`` of the caller's, which keeps what stays the same from call to call. It is worth having
             wherever the same tensor objects come again; without one every call builds its tables anew.
         impl: ``"auto"`` takes the kernels for tensors on CUDA, ``"torch"`` the reference, ``"triton"`` the kernels or
@@ -115,6 +117,7 @@ def adamw_(
             **_lists_among(hyper),
             **more_state,
             **places,
+            names=names,
         )
         check_tensors(params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs)
         check_whole(indices=indices, starts=starts)
@@ -142,6 +145,7 @@ def adamw_(
         exp_avg_sqs,
         steps=steps,
         groups=range(len(params)),  # each tensor has hyperparameters of its own
+        names=names,
         **more_state,
         **places,
         **rounding,
