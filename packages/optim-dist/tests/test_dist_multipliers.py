@@ -108,6 +108,19 @@ def a_tensor_lr_is_multiplied(rank, world_size):
         check(rank, world_size, "cut", lambda rate: torch.tensor(rate, device=device_of(rank)))
 
 
+@scenario(1, 2)
+def a_whole_lr_in_a_tensor_is_multiplied(rank, world_size):
+    for kind in ("adamw", "muon"):
+        params, twins = parameters(rank, "plain"), parameters(rank, "plain")
+        set_multipliers(params, MULTIPLIERS)
+        optimizer = build(one_group(params, kind, torch.tensor(1, device=device_of(rank))), kind)
+        twin_optimizer = build(own_groups(twins, kind, 1.0, MULTIPLIERS), kind)
+        for some, opt in ((params, optimizer), (twins, twin_optimizer)):
+            give_gradients(some, 0)
+            opt.step()
+        assert_alike(params, twins, optimizer, twin_optimizer)
+
+
 @scenario(2)
 def both_kinds_in_one_optimizer_under_a_scheduler(rank, world_size):
     params, twins = parameters(rank, "plain"), parameters(rank, "plain")

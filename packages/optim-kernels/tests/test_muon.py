@@ -426,6 +426,7 @@ def test_groups_of_one_seed_round_by_bits_of_their_own() -> None:
         ({"impl": "cuda"}, "impl must be one of .* got 'cuda'"),
         ({"lr": None}, "lr must be a number or a 1-element tensor, got None"),
         ({"lr": torch.ones(6)}, r"Tensor lr must be 1-element, got shape \(6,\)"),
+        ({"lr": torch.tensor(0.1 + 0j)}, r"lr must be a real number, got torch\.complex64"),
         ({"weight_decay": [0.1]}, r"weight_decay must be a number or a 1-element tensor, got \[0.1\]"),
         ({"momentum": "0.9"}, "momentum must be a number or a 1-element tensor, got '0.9'"),
     ],

@@ -15,7 +15,7 @@ from optim_dist._optimizers.repeated_adamw import RepeatedAdamW, UpdateOptions
 from optim_dist._optimizers.shards import Item, Route, Shard, StepContext, check_rounding
 from optim_dist.plan import RouteName
 from optim_dist.planning import code_block
-from optim_kernels.adamw_groups import StateDtype, check_group, check_state, init_state
+from optim_kernels.adamw_groups import StateDtype, check_adamw_ranges, check_group, check_state, init_state
 from optim_kernels.functional import AdamWPlan, adamw_
 from optim_kernels.states import MASTER_KEYS, MasterWeights
 
@@ -163,3 +163,5 @@ def check_adamw(group: dict[str, Any], *, stepped: bool = False) -> None:
     """Refuse options and parameters that AdamW cannot take; ``stepped`` as in ``PlannedOptimizer._check_group``."""
     names = [name_in_group(group, place) for place in range(len(group["params"]))]
     check_group(group, names, loaded=stepped)
+    if not stepped:
+        check_adamw_ranges(group)  # of tensors too, which may wait for a device

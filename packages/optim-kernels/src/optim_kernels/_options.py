@@ -21,13 +21,15 @@ def check_scalars(**scalars: Any) -> None:
 
     Raises:
         TypeError: for anything that is not a number.
-        ValueError: for a tensor of several elements, in torch's words.
+        ValueError: for a tensor of several elements, in torch's words, and for a complex one.
     """
     for name, scalar in scalars.items():
         if not hasattr(scalar, "__float__"):
             raise TypeError(f"{name} must be a number or a 1-element tensor, got {scalar!r}")
         if isinstance(scalar, Tensor) and scalar.numel() != 1:
             raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(scalar.shape)}")
+        if isinstance(scalar, Tensor) and scalar.is_complex():
+            raise ValueError(f"{name} must be a real number, got {scalar.dtype}")
 
 
 def check_scalar_tensors(**numbers: Any) -> None:

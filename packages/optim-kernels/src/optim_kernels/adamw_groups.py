@@ -5,7 +5,7 @@ groups have at that time. What Muon's states need, too, is in `states`; those na
 """
 
 from optim_kernels._optimizers.adamw_codes import has_codes
-from optim_kernels._optimizers.adamw_options import StateDtype, check_adamw_scalars, check_group
+from optim_kernels._optimizers.adamw_options import StateDtype, check_adamw_ranges, check_adamw_scalars, check_group
 from optim_kernels._optimizers.adamw_state import check_state, init_state
 from optim_kernels._optimizers.adamw_step import AdamWStep
 from optim_kernels.functional._adamw_tensor import CODE_BLOCK
@@ -30,6 +30,7 @@ __all__ = [
     "MasterWeights",
     "StateDtype",
     "can_be_followed",
+    "check_adamw_ranges",
     "check_adamw_scalars",
     "check_group",
     "check_state",

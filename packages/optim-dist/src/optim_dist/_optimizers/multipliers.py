@@ -98,7 +98,7 @@ class ScaledGroups:
             return value
         if not isinstance(value, Tensor):
             return value * factor
-        product = self._products.get(key)
-        if product is None or (product.dtype, product.device) != (value.dtype, value.device):
-            product = self._products[key] = torch.empty_like(value.detach())
+        product, dtype = self._products.get(key), torch.result_type(value, factor)
+        if product is None or (product.dtype, product.device) != (dtype, value.device):
+            product = self._products[key] = torch.empty_like(value.detach(), dtype=dtype)
         return torch.mul(value.detach(), factor, out=product)

@@ -97,7 +97,7 @@ def check_adamw_ranges(group: Mapping[str, Any], *, of_tensors: bool = True, loa
     """
 
     def is_seen(number: Any) -> bool:
-        return of_tensors or not isinstance(number, Tensor)
+        return not isinstance(number, Tensor) or (of_tensors and not number.is_meta)
 
     of_schedules = -math.inf if loaded else 0.0
     for option, word, least in (
