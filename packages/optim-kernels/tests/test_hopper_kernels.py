@@ -50,7 +50,7 @@ def compiled(kind):
     types |= dict.fromkeys(("hyper", "control", "lr_scales"), "*fp32")
     if lone:
         types |= dict.fromkeys(("a_desc", "b_desc", "c_desc", "d_desc", "q_desc"), block(64, 64))
-        types |= {"inverses": "*fp32", "parts": "i32", "norm_scale": "fp32", "eps": "fp32"}
+        types |= {"d": "*fp16", "q": "*fp16", "inverses": "*fp32", "parts": "i32", "norm_scale": "fp32", "eps": "fp32"}
     elif wide:
         types |= {"b_desc": block(256, 64) if symmetric else block(64, 256), "mirror_desc": block(256, 64)}
         types |= dict.fromkeys(("c_desc", "d_desc"), block(64, 256))
@@ -71,6 +71,7 @@ def compiled(kind):
         square = symmetric and tall == broad
         constants |= dict(SYMMETRIC=symmetric, SAME=square, HAS_Q=symmetric, BANDED=square, OVERLAP=True)
         constants |= dict(AHEAD=symmetric and not square, LATE=symmetric and not square)
+        constants |= dict(IN_EIGHTS="half" not in kind)
         # one tile: a number that is 1 is compiled into the kernel
         constants |= {"T": 1} if kind.split()[1] == "one" else {}
         finds_norm = symmetric and kind not in ("symmetric lone", "symmetric one lone")
@@ -92,7 +93,7 @@ def compiled(kind):
     made = triton.compile(
         GluonASTSource(kernel, signature, values),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": 4} | ({"maxnreg": 168} if "small" in kind or "half" in kind else {}),
+        options={"num_warps": 4} | ({"maxnreg": 128} if "small" in kind or "half" in kind else {}),
     )
     products = len(re.findall(r"wgmma[.]mma_async", made.asm["ptx"]))
     path = Path(sys.argv[1])

@@ -249,6 +249,22 @@ def test_strides_that_the_copy_engine_refuses_are_copied() -> None:
     assert mk.as_batch(aligned).data_ptr() == aligned.data_ptr()
 
 
+@pytest.mark.parametrize("m", [40, 43, *(pytest.param(m, marks=pytest.mark.gpu) for m in (203, 520, 771, 1001, 1500))])
+def test_nothing_beside_a_result_is_written(m: int) -> None:
+    """Results within wider matrices, whose columns are a multiple of 8 or not."""
+    x = torch.randn(1, m, 72, device=DEVICE).half()
+    y = mk.as_batch(torch.randn(1, 72, m + 5, device=DEVICE).half())
+    wide = x.double()
+    for product, expected in ((mk.symmetric_product, wide @ wide.mT), (mk.general_product, wide @ y.double())):
+        columns = expected.shape[-1]
+        around = torch.full((1, m + 2, cdiv(columns + 16, 8) * 8), torch.nan, device=DEVICE, dtype=x.dtype)
+        inside = around[:, 1:-1, 8 : 8 + columns]
+        product(x, x if product is mk.symmetric_product else y, out=inside)
+        assert_near(inside, expected, x.dtype)
+        inside.fill_(torch.nan)
+        assert around.isnan().all()
+
+
 @DTYPES
 @pytest.mark.parametrize("layout", ["rows", "columns", "gaps"])
 @pytest.mark.parametrize("eps_mode", ["clamp", "add"])

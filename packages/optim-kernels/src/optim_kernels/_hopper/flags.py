@@ -72,6 +72,7 @@ class LoneFlags(NamedTuple):
     adds_eps: Any
     ahead: Any
     late: Any
+    in_eights: Any
     stages: Any
     tall: Any
     broad: Any

@@ -46,18 +46,19 @@ from optim_kernels._hopper.overlap import computed_here, let_next_start, wait_fo
 from optim_kernels._hopper.ring import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
+    barriers,
     blocks_of,
     descriptor,
+    initialise,
     load,
-    ring_barriers,
+    room_for_barriers,
 )
 from optim_kernels._kernels.lone_places import lone_place, quotient
 from optim_kernels._newton_schulz.block_launch import BlockLaunch
 from optim_kernels._newton_schulz.tiles import Tile
 
-# Registers of a thread where TALL is 1, before the consumer takes over some of the producer's: without a limit the
-# compiler asks for more than a thread may have.
-_REGISTERS = 168
+# Registers of a thread where TALL is 1, consumer or producer: a program starts sooner where none change hands.
+_REGISTERS = gl.constexpr(128)
 # Of three consumers, the second and third.
 _CONSUMER_REGISTERS_OF_THREE = gl.constexpr(152)
 
@@ -132,11 +133,22 @@ def _fill_ahead(descs, ring, where, K, flags: gl.constexpr):
 
 
 @gluon.jit
+def _open(ring, flags: gl.constexpr):
+    """Initialise the ring's barriers, by the producer: all warps of a program would have to meet for each of them."""
+    _a_blocks, _b_blocks, ready, empty, opened = ring
+    initialise(ready, flags.stages)
+    initialise(empty, flags.stages, flags.tall)
+    fence_async_shared()
+    mbarrier.arrive(opened)
+
+
+@gluon.jit
 def _produce(descs, ring, where, K, flags: gl.constexpr):
     b_blocks, all_ready = ring[1], ring[2]
     SIZE: gl.constexpr = descs[0].block_type.nbytes
     DEPTH: gl.constexpr = flags.deep * SIDE
     batch, _b_batch, row, column, quarter, other_row, other_column = where
+    _open(ring, flags)
     step = 0
     if flags.ahead:
         step = _fill_ahead(descs, ring, where, K, flags)
@@ -170,7 +182,7 @@ def _produce(descs, ring, where, K, flags: gl.constexpr):
 @gluon.jit
 def _produce_c(c_desc, ring, step, where, flags: gl.constexpr):
     """Request C, into the slots where D will be."""
-    a_blocks, b_blocks, all_ready, _empty = ring
+    a_blocks, b_blocks, all_ready = ring[0], ring[1], ring[2]
     SIZE: gl.constexpr = c_desc.block_type.nbytes
     batch, row, column, other_row, other_column = where
     if flags.has_c:
@@ -209,6 +221,7 @@ def _consume(ME: gl.constexpr, descs, ring, where, K, numbers, flags: gl.constex
         if flags.late:
             wait_for_previous(K)
         let_next_start(K)
+    mbarrier.wait(ring[4], 0)
     if flags.halved:
         half_tile(where, descs, ring, K, numbers, flags)
     elif flags.symmetric:
@@ -232,6 +245,8 @@ def lone_kernel(
     c_desc,
     d_desc,
     q_desc,
+    d,
+    q,
     scale,
     inverses,
     T,
@@ -252,6 +267,7 @@ def lone_kernel(
     ADD_EPS: gl.constexpr,
     AHEAD: gl.constexpr,
     LATE: gl.constexpr,
+    IN_EIGHTS: gl.constexpr,
     STAGES: gl.constexpr,
     TALL: gl.constexpr,
     BROAD: gl.constexpr,
@@ -273,6 +289,7 @@ def lone_kernel(
         ADD_EPS,
         AHEAD,
         LATE,
+        IN_EIGHTS,
         STAGES,
         TALL,
         BROAD,
@@ -283,10 +300,8 @@ def lone_kernel(
     where = _place(T, b_desc.shape[0], flags)
     a_blocks = blocks_of(a_desc, flags.deep * TALL * STAGES)
     b_blocks = blocks_of(b_desc, flags.deep * BROAD * STAGES)
-    ready, empty = ring_barriers(STAGES, TALL)
-    ring = (a_blocks, b_blocks, ready, empty)
-    fence_async_shared()
-    descs = (a_desc, b_desc, c_desc, d_desc, q_desc)
+    ring = (a_blocks, b_blocks, room_for_barriers(STAGES), room_for_barriers(STAGES), barriers(1).index(0))
+    descs = (a_desc, b_desc, c_desc, (d_desc, d), (q_desc, q))
     numbers = (alpha, beta, omega, (scale, inverses, a_desc.shape[0], parts, norm_scale, eps))
     if TALL == 1:
         gl.warp_specialize(
@@ -295,7 +310,7 @@ def lone_kernel(
                 (_produce, (descs, ring, where, K, flags)),
             ],
             [1],
-            [PRODUCER_REGISTERS],
+            [_REGISTERS],
         )
     elif TALL == 2:
         gl.warp_specialize(
@@ -323,13 +338,13 @@ def lone_kernel(
 def lone_launch(tile: Tile, grid: tuple[int, int], flags: Sequence[int], *, overlap: bool, early: bool) -> BlockLaunch:
     """A launch for matrices of 16 bits.
 
-    ``grid``: programs of a matrix, matrices; ``flags``: from SYMMETRIC to LATE; ``early``: what still runs when this
-    launch starts makes nothing but the scale.
+    ``grid``: programs of a matrix, matrices; ``flags``: from SYMMETRIC to IN_EIGHTS; ``early``: what still runs when
+    this launch starts makes nothing but the scale.
     """
     side: int = SIDE.value
     options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
     if tile.rows == side:
-        options["maxnreg"] = _REGISTERS
+        options["maxnreg"] = _REGISTERS.value
     constants = (*flags, tile.num_stages, tile.rows // side, tile.columns // side, overlap, overlap and early)
     return BlockLaunch(
         lone_kernel, (*grid, 1), 5 * [(side, side)], constants, describe=descriptor, num_warps=4, **options

@@ -222,14 +222,31 @@ def _shift(view, target, omega):
 
 
 @gluon.jit
-def _send(desc, blocks, number, batch, row, column):
-    store(desc, [batch, row, column], blocks.index(number))
+def _send(flags: gl.constexpr, result, blocks, number, batch, row, column):
+    """Store a block of D or Q: from registers in eights, or by the copy engine, which a program has to wait for."""
+    if flags.tall == 1 and flags.in_eights:
+        _send_eights(result, _block(blocks, number), batch, row, column)
+    else:
+        store(result[0], [batch, row, column], blocks.index(number))
+
+
+@gluon.jit
+def _send_eights(result, view, batch, row, column):
+    desc, pointer = result
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    i = gl.arange(0, SIDE, gl.SliceLayout(1, layout))[:, None]
+    j = gl.arange(0, SIDE, gl.SliceLayout(0, layout))[None, :]
+    # whole eights, as the copy engine requires and the compiler cannot know
+    stride = desc.strides[1] // 8 * 8
+    first = gl.multiple_of(pointer + batch.to(gl.int64) * desc.strides[0] + row * stride + column, 16)
+    rows, columns = desc.shape[1] - row, gl.multiple_of(desc.shape[2] - column, 8)
+    gl.store(first + (i * stride + j), view.load(layout), mask=(i < rows) & (j < columns))
 
 
 @gluon.jit
 def whole_tile(ME: gl.constexpr, where, descs, ring, K, numbers, flags: gl.constexpr):
     a_blocks, b_blocks = ring[0], ring[1]
-    d_desc, q_desc = descs[3], descs[4]
+    d_result, q_result = descs[3], descs[4]
     batch, row, column = where[0], where[2] + ME * SIDE, where[3]
     acc, step = _multiply(ME, ring, K, flags)
     numbers = _with_scale(numbers, batch, K, flags)
@@ -247,11 +264,11 @@ def whole_tile(ME: gl.constexpr, where, descs, ring, K, numbers, flags: gl.const
         fence_async_shared()
         barrier()
         for i in gl.static_range(flags.tall):
-            _send(d_desc, blocks, 2 * slot + i, batch, row, column + i * SIDE)
-            _send(d_desc, blocks, 2 * next_slot + i, batch, column + i * SIDE, row)
+            _send(flags, d_result, blocks, 2 * slot + i, batch, row, column + i * SIDE)
+            _send(flags, d_result, blocks, 2 * next_slot + i, batch, column + i * SIDE, row)
             if flags.has_q:
-                _send(q_desc, blocks, 2 * slot + i, batch, row, column + i * SIDE)
-                _send(q_desc, blocks, 2 * next_slot + i, batch, column + i * SIDE, row)
+                _send(flags, q_result, blocks, 2 * slot + i, batch, row, column + i * SIDE)
+                _send(flags, q_result, blocks, 2 * next_slot + i, batch, column + i * SIDE, row)
     else:
         # each consumer's rows of C come in a step of their own
         slot = (step + ME) % flags.stages
@@ -261,13 +278,13 @@ def whole_tile(ME: gl.constexpr, where, descs, ring, K, numbers, flags: gl.const
         fence_async_shared()
         barrier()
         for i in gl.static_range(flags.broad):
-            _send(d_desc, b_blocks, flags.deep * flags.broad * slot + i, batch, row, column + i * SIDE)
+            _send(flags, d_result, b_blocks, flags.deep * flags.broad * slot + i, batch, row, column + i * SIDE)
 
 
 @gluon.jit
 def half_tile(where, descs, ring, K, numbers, flags: gl.constexpr):
     blocks = ring[1]
-    d_desc, q_desc = descs[3], descs[4]
+    d_result, q_result = descs[3], descs[4]
     batch, row, column = where[0], where[2], where[3]
     acc, step = _multiply(0, ring, K, flags)
     numbers = _with_scale(numbers, batch, K, flags)
@@ -290,19 +307,19 @@ def half_tile(where, descs, ring, K, numbers, flags: gl.constexpr):
     barrier()
     for i in gl.static_range(2):
         if below >= i:
-            _send(d_desc, blocks, place + i, batch, row, column + i * SIDE)
+            _send(flags, d_result, blocks, place + i, batch, row, column + i * SIDE)
             if flags.has_q:
-                _send(q_desc, blocks, shifted if below == i else place + i, batch, row, column + i * SIDE)
+                _send(flags, q_result, blocks, shifted if below == i else place + i, batch, row, column + i * SIDE)
         if below > i:
-            _send(d_desc, blocks, mirror + i, batch, column + i * SIDE, row)
+            _send(flags, d_result, blocks, mirror + i, batch, column + i * SIDE, row)
             if flags.has_q:
-                _send(q_desc, blocks, mirror + i, batch, column + i * SIDE, row)
+                _send(flags, q_result, blocks, mirror + i, batch, column + i * SIDE, row)
 
 
 @gluon.jit
 def lower_half(where, descs, ring, K, numbers, flags: gl.constexpr):
     blocks = ring[1]
-    d_desc, q_desc = descs[3], descs[4]
+    d_result, q_result = descs[3], descs[4]
     batch, first, row = where[0], where[2], where[2] + SIDE
     acc, step = _multiply_lower(ring, K, flags)
     numbers = _with_scale(numbers, batch, K, flags)
@@ -321,19 +338,19 @@ def lower_half(where, descs, ring, K, numbers, flags: gl.constexpr):
         _shift(_block(blocks, left + 1), _block(blocks, shifted), numbers[2])
     fence_async_shared()
     barrier()
-    _send(d_desc, blocks, left, batch, row, first)
-    _send(d_desc, blocks, left + 1, batch, row, row)
-    _send(d_desc, blocks, mirror, batch, first, row)
+    _send(flags, d_result, blocks, left, batch, row, first)
+    _send(flags, d_result, blocks, left + 1, batch, row, row)
+    _send(flags, d_result, blocks, mirror, batch, first, row)
     if flags.has_q:
-        _send(q_desc, blocks, left, batch, row, first)
-        _send(q_desc, blocks, shifted, batch, row, row)
-        _send(q_desc, blocks, mirror, batch, first, row)
+        _send(flags, q_result, blocks, left, batch, row, first)
+        _send(flags, q_result, blocks, shifted, batch, row, row)
+        _send(flags, q_result, blocks, mirror, batch, first, row)
 
 
 @gluon.jit
 def corner(where, descs, ring, K, numbers, flags: gl.constexpr):
     blocks = ring[0]
-    d_desc, q_desc = descs[3], descs[4]
+    d_result, q_result = descs[3], descs[4]
     batch, _b_batch, row, _column, quarter, other_row, other_column = where
     acc, other, step = _multiply_corner(ring, quarter, K, flags)
     numbers = _with_scale(numbers, batch, K, flags)
@@ -355,15 +372,15 @@ def corner(where, descs, ring, K, numbers, flags: gl.constexpr):
             _shift(_block(blocks, place + 1), _block(blocks, shifted + 1), numbers[2])
     fence_async_shared()
     barrier()
-    _send(d_desc, blocks, place, batch, row, row)
+    _send(flags, d_result, blocks, place, batch, row, row)
     if flags.has_q:
-        _send(q_desc, blocks, shifted, batch, row, row)
+        _send(flags, q_result, blocks, shifted, batch, row, row)
     if flags.banded:
-        _send(d_desc, blocks, place + 1, batch, other_row, other_column)
+        _send(flags, d_result, blocks, place + 1, batch, other_row, other_column)
         if quarter == 1:
-            _send(d_desc, blocks, mirror, batch, other_column, other_row)
+            _send(flags, d_result, blocks, mirror, batch, other_column, other_row)
             if flags.has_q:
-                _send(q_desc, blocks, place + 1, batch, other_row, other_column)
-                _send(q_desc, blocks, mirror, batch, other_column, other_row)
+                _send(flags, q_result, blocks, place + 1, batch, other_row, other_column)
+                _send(flags, q_result, blocks, mirror, batch, other_column, other_row)
         elif flags.has_q:
-            _send(q_desc, blocks, shifted + 1, batch, other_row, other_column)
+            _send(flags, q_result, blocks, shifted + 1, batch, other_row, other_column)

@@ -52,10 +52,22 @@ def blocks_as(memory, NUM: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constex
 @gluon.jit
 def barriers(NUM: gl.constexpr, COUNT: gl.constexpr = 1):
     """Barriers that open when COUNT have arrived."""
-    result = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
-    for number in gl.static_range(NUM):
-        mbarrier.init(result.index(number), count=COUNT)
+    result = room_for_barriers(NUM)
+    initialise(result, NUM, COUNT)
     return result
+
+
+@gluon.jit
+def room_for_barriers(NUM: gl.constexpr):
+    """Barriers that are to be initialised before they are used."""
+    return gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def initialise(which, NUM: gl.constexpr, COUNT: gl.constexpr = 1):
+    """Have NUM barriers open when COUNT have arrived."""
+    for number in gl.static_range(NUM):
+        mbarrier.init(which.index(number), count=COUNT)
 
 
 @gluon.jit
@@ -64,8 +76,7 @@ def ring_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
 
     In turn, for the compiler lets all threads meet before it initialises another one of the same array.
     """
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready, empty = room_for_barriers(STAGES), room_for_barriers(STAGES)
     for slot in gl.static_range(STAGES):
         mbarrier.init(ready.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=READERS)

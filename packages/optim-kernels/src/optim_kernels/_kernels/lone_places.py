@@ -2,7 +2,9 @@
 
     rectangle      columns of tiles, one after the other
     triangle       tiles on and below the diagonal, folded to a rectangle
-    banded         tiles below the diagonal, then programs for those on it: two each, or four to three programs
+    banded         programs for tiles on the diagonal, two each, or four to three programs; then tiles below it
+
+What multiplies longest is first: programs start in their order, the last ones when a program of the launch before ends.
 
 Letters: T tiles a side, or rows of tiles; q the program's number within its matrix; i, j tile row and column.
 """
@@ -25,18 +27,19 @@ def lone_place(q, T, SYMMETRIC: tl.constexpr, BANDED: tl.constexpr, TALL: tl.con
         j = quotient(q, T)
         i = q - j * T
     elif BANDED:
-        i, j = folded_tile(q, T - 1)
-        i += 1
-        rest = q - T * (T - 1) // 2
-        if rest >= 0:
+        on_diagonal = (T + 1) // 2 if TALL == 1 else T // 4 * 3
+        if q < on_diagonal:
             if TALL == 1:
-                i = 2 * rest
+                i = 2 * q
                 other = i + 1
             else:
-                quarter = rest % 3
-                i = rest // 3 * 4 + quarter
-                other = rest // 3 * 4 + 3
+                quarter = q % 3
+                i = q // 3 * 4 + quarter
+                other = q // 3 * 4 + 3
             j = i
+        else:
+            i, j = folded_tile(q - on_diagonal, T - 1)
+            i += 1
     else:
         # halves of square tiles, or these
         PARTS: tl.constexpr = BROAD // TALL

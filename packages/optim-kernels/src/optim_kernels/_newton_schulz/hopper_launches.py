@@ -25,7 +25,8 @@ class LoneProduct(NamedTuple):
     """Which product a launch of `_hopper.lone_kernel` computes: the kernel's first compile-time arguments.
 
     ``parts``: of a matrix, whose squares give its scale; a power of two, 0 where the scale is given. ``ahead``: a is
-    copied before the launch before is complete; ``late``: the next launch does that.
+    copied before the launch before is complete; ``late``: the next launch does that. ``in_eights``: results have a
+    multiple of 8 columns.
     """
 
     symmetric: bool = False
@@ -38,6 +39,7 @@ class LoneProduct(NamedTuple):
     adds_eps: bool = False
     ahead: bool = False
     late: bool = False
+    in_eights: bool = False
 
 
 def lone_launch(
@@ -65,7 +67,8 @@ def run_lone_launch(
     a, b, c, d, q = matrices
     given, inverses, *norm = scale[:-1] if isinstance(scale, Norm) else (scale, None, 0, 0.0, 0.0)
     pointers = (d if x is None else x for x in (given, inverses))
-    launch.launch((a, b, *(d if x is None else x for x in (c, d, q))), (*pointers, *counts, k, *factors, *norm))
+    results = d, d if q is None else q
+    launch.launch((a, b, d if c is None else c, *results), (*results, *pointers, *counts, k, *factors, *norm))
 
 
 def wide_product(

@@ -147,6 +147,7 @@ def _symmetric_launch(
             adds_eps=adds_eps,
             ahead=ahead,
             late=late,
+            in_eights=m % 8 == 0,
         )
         launch = lone_launch(tile, (tiles, batch), lone_flags, device, early)
         return tile, launch, (cdiv(m, tile.side),)
@@ -226,7 +227,7 @@ def _general_launch(
     tile = given or choose_tile(dtype, device, lambda sms, hopper: general_tile(m, n, k, batch, sms, hopper), exact)
     rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
     if tile.lone:
-        flags = LoneProduct(has_c=c is not None, has_scale=scale is not None)
+        flags = LoneProduct(has_c=c is not None, has_scale=scale is not None, in_eights=n % 8 == 0)
         return tile, lone_launch(tile, (rows * columns, batch), flags, device), (rows,)
     if tile.on_hopper:
         return tile, None, ()
