@@ -12,14 +12,15 @@ A tile has TALL × BROAD blocks of 64×64:
 
 A program has a multiprocessor to itself: a producer copies A and B for each step along K into a ring in shared memory,
 and TALL consumers multiply 64 rows each (`lone_tiles`). A tile waits for what a multiprocessor can read, TALL + BROAD
-blocks a step. Nothing hides the end of a tile, so it is kept short: C comes as one more step of the ring, and results
-leave from slots that have been read, so no buffers of their own take room from the ring. With OVERLAP a program of the
-next launch waits for any free multiprocessor, not for all: two programs never share one, as the ring takes more than
-half of its memory. With EARLY, where only the scale comes from the launch before, a program even multiplies before the
-scale is there. With AHEAD, where A is older than the launch before, it copies as much of A as the ring has room for
-while that one still runs. That one must be LATE: it lets the next start when its own wait is over, so that whatever
-came before it is complete. With PARTS the scale is 1/N², which a program finds when its sums are done, from squares of
-parts of the matrix (`_kernels.normalize`): a launch for that in between would take longer.
+blocks a step. Nothing hides the start and the end of a tile, so they are kept short: the producer alone prepares the
+ring, C comes as one more step of it, and results leave from slots that have been read, so no buffers of their own take
+room from the ring. With OVERLAP a program of the next launch waits for any free multiprocessor, not for all: two
+programs never share one, as the ring takes more than half of its memory. With EARLY, where only the scale comes from
+the launch before, a program even multiplies before the scale is there. With AHEAD, where A is older than the launch
+before, it copies as much of A as the ring has room for while that one still runs. That one must be LATE: it lets the
+next start when its own wait is over, so that whatever came before it is complete. With PARTS the scale is 1/N², which a
+program finds when its sums are done, from squares of parts of the matrix (`_kernels.normalize`): a launch for that in
+between would take longer.
 
 Tiles on the diagonal need less work, and where every program counts (BANDED, for A Aᵀ alone) they are combined:
 
@@ -28,7 +29,8 @@ Tiles on the diagonal need less work, and where every program counts (BANDED, fo
               it half idle: so four tiles go to three programs, each of which computes one of them, and a quarter of the
               fourth
 
-T = 16 tiles a side then make 128 or 132 programs in place of 136, and an H100 has 132 multiprocessors.
+T = 16 tiles a side then make 128 or 132 programs in place of 136, and an H100 has 132 multiprocessors. These programs
+are the first: the last ones start when one of the launch before ends, and all others wait for them.
 """
 
 from __future__ import annotations

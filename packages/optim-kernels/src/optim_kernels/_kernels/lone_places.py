@@ -2,9 +2,8 @@
 
     rectangle      columns of tiles, one after the other
     triangle       tiles on and below the diagonal, folded to a rectangle
-    banded         programs for tiles on the diagonal, two each, or four to three programs; then tiles below it
-
-What multiplies longest is first: programs start in their order, the last ones when a program of the launch before ends.
+    banded         programs for tiles on the diagonal, which take longest: two each, or four to three programs; then
+                   tiles below it
 
 Letters: T tiles a side, or rows of tiles; q the program's number within its matrix; i, j tile row and column.
 """

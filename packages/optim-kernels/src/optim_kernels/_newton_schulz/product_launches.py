@@ -62,7 +62,8 @@ def symmetric_product(
 
     ``alpha`` and ``beta`` may be fp32 tensors of one element where `portable_tile` chooses the tile. ``shifted = (q,
     omega)`` also writes the result plus ``omega I`` into q. ``scale [batch]`` (fp32, on the device) multiplies each
-    matrix before it is rounded. ``exact``: fp32 matrices are summed in fp64 where the device multiplies fp64 fast.
+    matrix before it is rounded. ``exact``: fp32 matrices are summed in fp64 where the device multiplies fp64 fast. In
+    ``out`` and q, what lies between a row's end and the next multiple of 16 bytes is written as well.
 
     Some kernels overlap with the launch before. ``early``: what is still running of it makes nothing but ``scale``, and
     no other launch still uses ``out``. ``ahead``: it was ``late``, and has not written a, which is not b.
@@ -192,7 +193,7 @@ def general_product(
 ) -> Tensor:
     """``alpha a b + beta c`` for ``a [batch, M, K]`` and ``b [batch, K, N]``, times ``scale [batch]`` if given.
 
-    ``exact`` as in `symmetric_product`.
+    ``out`` and ``exact`` as in `symmetric_product`.
     """
     batch, m, k = a.shape
     n = b.shape[-1]
