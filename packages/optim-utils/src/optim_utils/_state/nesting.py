@@ -103,14 +103,14 @@ def _leaves(root: dict[Any, Any], sequences: bool) -> Iterator[tuple[list[Any], 
     while stack:
         for item, value in stack[-1]:
             path.append(item)
-            if item != item:
-                if active[-1] in with_nan:
-                    raise ValueError(f"two keys have the path {encode_path(path)}")
-                with_nan.add(active[-1])
             try:
                 encoded.append(encode_item(item))
             except TypeError as error:
                 raise TypeError(f"{error}, at {encode_path(path)}") from None
+            if item != item:
+                if active[-1] in with_nan:
+                    raise ValueError(f"two keys have the path {encode_path(path)}")
+                with_nan.add(active[-1])
             children = _children(value, sequences)
             if children is not None:
                 if id(value) in entered:
