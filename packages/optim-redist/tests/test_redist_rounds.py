@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from itertools import pairwise
+from itertools import pairwise, product
 from math import prod
 from typing import Any, cast
 
@@ -347,6 +347,16 @@ def test_sizes_of_all_rounds_are_added_at_once(num_rounds: int) -> None:
         total += sizes_of(unit, steps, shift)
         wanted = [count + stop - start for count, (start, stop) in zip(wanted, pairwise(points))]
         assert sizes_of.largest(total) == max(wanted)
+
+
+def test_every_round_gets_as_much_as_where_its_part_begins_and_ends_says() -> None:
+    width = 16  # bytes of the integer for each round
+    for num_rounds in range(1, 24):
+        sizes_of = RoundSizes(num_rounds)
+        for steps, shift in product(range(num_rounds), repeat=2):
+            lanes = sizes_of(1, steps, shift).to_bytes(width * num_rounds, "little")
+            found = [int.from_bytes(lanes[k : k + width], "little") for k in range(0, len(lanes), width)]
+            assert found == [stop - start for start, stop in pairwise(points_of(1, steps, num_rounds, shift))]
 
 
 @pytest.mark.slow

@@ -165,7 +165,8 @@ def redistribute_many(
         bucket_bytes: about the most bytes that the busiest rank moves in one exchange.
         memory_limit: bytes that no rank may exceed with all sources, all targets, and the buffers of an exchange.
             Buckets get smaller until they fit, and a tensor that does not fit by itself travels in rounds. Room for
-            sources, targets and 64 KiB of buffers is enough, however many tensors there are.
+            sources, targets and 64 KiB of buffers is enough, however many tensors there are, unless a rank moves more
+            than 4 GiB of one: then a 65,536th of that.
         donate: the tensors may be given up: the memory of each is freed when its bucket is done, before the next one
             allocates its targets, so that a limit has to hold only what is left. Each must span all of its storage,
             torch must be able to free that, and no two may share one. Afterwards their storages are empty: reading the

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
 from math import prod
+from struct import unpack
 
 from optim_redist.boxes import Box, cut
 from optim_redist.index_sets import IndexSet, intersect, num_below, size, take
@@ -103,10 +104,9 @@ class RoundSizes:
 
     def largest(self, sizes: int) -> int:
         """The elements of the fullest round."""
-        lanes = sizes.to_bytes(len(_ONE) * self._num_rounds, "little")
-        return max(
-            int.from_bytes(lanes[start : start + len(_ONE)], "little") for start in range(0, len(lanes), len(_ONE))
-        )
+        words = unpack(f"<{2 * self._num_rounds}Q", sizes.to_bytes(len(_ONE) * self._num_rounds, "little"))
+        high, low = max(zip(words[1::2], words[::2]))
+        return high << 64 | low
 
 
 # a round has 128 bits of the integer, which no number of elements fills
@@ -115,9 +115,30 @@ _NONE = bytes(16)
 
 
 def _one_more(num_rounds: int, rest: int, shift: int) -> int:
+    """1 for every round c with (rest c + shift) mod n >= n - rest.
+
+    There rest (c + 1) + shift reaches the next multiple of n. So the x-th round that gets nothing, counted from 0, has
+    floor((rest x + shift) / (n - rest)) before it that get one.
+    """
     fewer = num_rounds - rest
-    lanes = [_ONE if (rest * c + shift) % num_rounds >= fewer else _NONE for c in range(num_rounds)]
-    return int.from_bytes(b"".join(lanes), "little")
+    lanes = _ONE * (shift // fewer) + _NONE + _stairs(rest, fewer, shift % fewer, fewer - 1, _ONE, _NONE)
+    return int.from_bytes(lanes + _ONE * (num_rounds - len(lanes) // len(_ONE)), "little")
+
+
+def _stairs(rise: int, run: int, start: int, length: int, up: bytes, on: bytes) -> bytes:
+    """For each x from 1 to ``length`` as many ``up`` as whole numbers y = (rise x + start) / run reaches, then ``on``.
+
+    0 <= start < run. As in Euclid's algorithm, steps are joined until few are left, so that long strings are copied
+    instead of made step by step.
+    """
+    if rise >= run:
+        return _stairs(rise % run, run, start, length, up, up * (rise // run) + on)
+    height = (rise * length + start) // run
+    if not height:
+        return on * length
+    first, last = (run - start - 1) // rise, (run * height - start - 1) // rise
+    inner = _stairs(run, rise, (run - start - 1) % rise, height - 1, on, up)
+    return on * first + up + inner + on * (length - last)
 
 
 def _points(box: Box, num_rounds: int, shift: int) -> list[int]:
