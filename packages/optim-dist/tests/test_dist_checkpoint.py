@@ -482,6 +482,24 @@ def test_buffers_and_frozen_parameters_of_another_kind_of_number_are_refused(tmp
     assert torch.equal(model.seen, torch.full((2,), 1.5, dtype=torch.bfloat16))
 
 
+def test_buffers_that_cannot_be_written_are_refused_before_anything_is(tmp_path):
+    def build_with(seen):
+        model = nn.Linear(2, 2)
+        model.register_buffer("seen", seen)
+        return model, TritonDistAdamW(model.parameters())
+
+    checkpoint.save(tmp_path / "x", *build_with(torch.ones(1, 3).expand(2, 3)))
+    model, optimizer = build_with(torch.zeros(1, 3).expand(2, 3))
+    before = model.weight.detach().clone()
+    with pytest.raises(checkpoint.CheckpointError, match=r"seen: .* has several elements at one place") as raised:
+        checkpoint.load(tmp_path / "x", model, optimizer)
+    assert len(raised.value.problems) == 1
+    assert torch.equal(model.weight, before)
+    model, optimizer = build_with(torch.zeros(2, 3))
+    checkpoint.load(tmp_path / "x", model, optimizer)
+    assert torch.equal(model.seen, torch.ones(2, 3))
+
+
 class Recorder(nn.Linear):
     """Has an extra state of any kind, which nothing but its own methods understands."""
 

@@ -205,10 +205,23 @@ def bf16_with_masters_and_rounding_at_random(rank, world_size):
 @scenario(2)
 def rounding_at_random_needs_rows(rank, world_size):
     cut, twins = placed([(4, 4)], mesh_of(world_size), [(Shard(1),)], torch.bfloat16)
-    optimizer = TritonDistMuon([{"params": cut, "stochastic_rounding": True}])
-    give_gradients(cut, twins, 0)
-    with pytest.raises(ValueError, match=r"0\.0 is cut otherwise; shard it along its first dimension"):
+    for kind in ("muon", "adamw"):
+        with pytest.raises(ValueError, match=r"0\.0 is cut otherwise; shard it along its first dimension"):
+            TritonDistMuonAdamW([{"kind": kind, "params": cut, "stochastic_rounding": True}])
+        # some step later, before anything has moved
+        plain = nn.Parameter(torch.ones(4, 4, device=device_of(rank)))
+        optimizer = TritonDistMuonAdamW([{"kind": kind, "params": [plain]}, {"kind": kind, "params": cut}])
+        before = [value.clone() for value in (plain.detach(), local(cut[0]))]
+        give_gradients(cut, twins, 0)
+        plain.grad = torch.ones_like(plain)
+        optimizer.param_groups[1]["stochastic_rounding"] = True
+        with pytest.raises(ValueError, match=r"1\.0 is cut otherwise; shard it along its first dimension"):
+            optimizer.step()
+        assert all(map(torch.equal, before, (plain.detach(), local(cut[0]))))
+        # which the loop may put right
+        optimizer.param_groups[1]["stochastic_rounding"] = False
         optimizer.step()
+        assert not torch.equal(plain, before[0])
 
 
 @scenario(2, 3)

@@ -12,7 +12,7 @@ from optim_dist._optimizers.base import DistOptimizer
 from optim_dist._optimizers.construction import name_in_group
 from optim_dist._optimizers.options import CommonOptions
 from optim_dist._optimizers.repeated_adamw import RepeatedAdamW, UpdateOptions
-from optim_dist._optimizers.shards import Item, Route, Shard, StepContext, check_rounding
+from optim_dist._optimizers.shards import Item, Route, Shard, StepContext
 from optim_dist.plan import RouteName
 from optim_dist.planning import code_block
 from optim_kernels.adamw_groups import StateDtype, check_adamw_ranges, check_group, check_state, init_state
@@ -54,10 +54,7 @@ class AdamWRoute:
         # a call takes one kind of rounding, and AMSGrad needs one more tensor
         calls: dict[UpdateOptions, list[Item]] = {}
         for item in items:
-            options = UpdateOptions.of(item.group)
-            if options.stochastic_rounding:
-                check_rounding(item.shard)
-            calls.setdefault(options, []).append(item)
+            calls.setdefault(UpdateOptions.of(item.group), []).append(item)
         former = cache.get("plans", {})
         plans = cache["plans"] = {options: former.get(options) or AdamWPlan() for options in calls}
         for options, chosen in calls.items():

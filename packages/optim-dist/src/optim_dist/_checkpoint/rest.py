@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from optim_dist._checkpoint.manifest import Manifest
-from optim_dist._optimizers.layouts import layout_of
+from optim_dist._optimizers.layouts import layout_of, local
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.whole_state import cut_like, on_one_rank
 from optim_dist._plain_names import plain_names
 from optim_dist.plan import ParameterSpec, dtype_name
+from optim_kernels.multi_tensor import has_overlaps
 
 EXTRA_STATE = "_extra_state"  # torch's name for what a module's ``get_extra_state`` gives, of any type and shape
 
@@ -120,6 +121,11 @@ def compare_rest(saved: Mapping[str, Any], mine: Mapping[str, Any], *, but: Cont
         elif isinstance(mine[name], Tensor) and not _fits_dtype(saved[name], mine[name]):
             dtypes = dtype_name(saved[name].dtype), dtype_name(mine[name].dtype)
             problems.append(f"{name}: dtype {dtypes[0]}, this run has {dtypes[1]}")
+        elif isinstance(mine[name], Tensor) and has_overlaps(local(mine[name])):
+            problems.append(
+                f"{name}: this run's has several elements at one place in memory, which cannot be written; give the "
+                "model its clone(memory_format=torch.contiguous_format)"
+            )
     return sorted(problems)
 
 

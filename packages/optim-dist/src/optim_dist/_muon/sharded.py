@@ -24,7 +24,7 @@ from torch import Tensor
 
 from optim_dist._muon.launches import Momenta, Updates
 from optim_dist._muon.owner import Owner, WholeMatrix, room_for
-from optim_dist._optimizers.shards import Item, StepContext, check_rounding
+from optim_dist._optimizers.shards import Item, StepContext
 from optim_dist._reduction.collectives import Communicator, Waitable
 from optim_dist.planning import DEFAULT_BUCKET_MB
 from optim_kernels.muon_groups import MuonPlanner
@@ -169,9 +169,6 @@ class ShardedMuon:
         """
         if context.found_inf is not None and bool(context.found_inf.item()):
             return
-        for item in items:
-            if item.group["stochastic_rounding"]:
-                check_rounding(item.shard)
         by_index = {item.shard.index: item for item in items}
         batches = self._planned(by_index, context.new_planner)
         arriving = batches[0].collect(by_index, context)

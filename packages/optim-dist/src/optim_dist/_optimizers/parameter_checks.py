@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import pairwise
 
 import torch
@@ -13,14 +13,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from optim_dist._optimizers.entries import Entry
-from optim_dist._optimizers.layouts import layout_of
+from optim_dist._optimizers.layouts import joint_layout, layout_of
 from optim_dist._optimizers.multipliers import multiplier_faults
 from optim_dist._optimizers.options import Options
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.groups import device_types
 from optim_dist.plan import DTYPES
+from optim_dist.sharded import flat_start
 from optim_kernels.multi_tensor import is_dense
 from optim_redist.errors import RedistError
+
+# where the bits of random rounding would depend on how a parameter is cut
+ROUNDING = (
+    "stochastic_rounding numbers elements row by row, but {} is cut otherwise; shard it along its first dimension or "
+    "leave stochastic_rounding out"
+)
 
 
 def check_model(model: nn.Module | None) -> None:
@@ -33,8 +40,13 @@ def check_model(model: nn.Module | None) -> None:
             )
 
 
-def check_parameters(found: Sequence[Entry], communicator: Communicator, options: Options) -> list[list[list[int]]]:
+def check_parameters(
+    found: Sequence[Entry], communicator: Communicator, options: Options, rounded: Container[int] = ()
+) -> list[list[list[int]]]:
     """Refuse what cannot be distributed: all findings of all ranks in one error on every rank.
+
+    Args:
+        rounded: groups with stochastic rounding.
 
     Returns for every entry the ranks of each of its meshes: no mesh for a plain parameter; several meshes where FSDP
     has cut it along one dimension of a grid of ranks and tensor parallelism has left it whole along the other.
@@ -45,6 +57,12 @@ def check_parameters(found: Sequence[Entry], communicator: Communicator, options
     by_entry = [list(map(list, dict.fromkeys(map(tuple, each)))) for each in zip(*(meshes for _, meshes in gathered))]
     if not findings:
         findings = dict.fromkeys(_mesh_findings(found, by_entry, communicator.ranks))
+    if not findings:
+        findings = dict.fromkeys(
+            ROUNDING.format(entry.name)
+            for entry, meshes in zip(found, by_entry)
+            if entry.group in rounded and isinstance(entry.parameter, DTensor) and not _lies_in_rows(entry, meshes)
+        )
     if findings:
         raise ValueError("parameters that cannot be distributed:\n  " + "\n  ".join(findings))
     return by_entry
@@ -195,3 +213,10 @@ def _mesh_findings(found: Sequence[Entry], by_entry: Sequence[list[list[int]]], 
                 "which nobody would sum its gradient; use a mesh of all of them, or give the mesh's process_group"
             )
     return findings
+
+
+def _lies_in_rows(entry: Entry, meshes: Sequence[Sequence[int]]) -> bool:
+    """Whether each rank's elements of a DTensor are consecutive in row-major order."""
+    assert isinstance(entry.parameter, DTensor), "others are in one piece"
+    shape, layout = tuple(entry.parameter.shape), joint_layout(entry.parameter, meshes)
+    return flat_start(layout, shape, layout.mesh.ranks[0]) is not None

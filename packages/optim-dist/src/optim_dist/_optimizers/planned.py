@@ -119,7 +119,8 @@ class PlannedOptimizer(LiveOptimizer):
     def _plan_for(self, found: Sequence[Entry]) -> tuple[Plan, list[list[list[int]]]]:
         """A plan for ``found`` alone, and the ranks of their meshes; refuses what cannot be distributed."""
         options = self._options
-        meshes = parameter_checks.check_parameters(found, self._communicator, options)
+        rounded = {number for number, group in enumerate(self.param_groups) if group.get("stochastic_rounding")}
+        meshes = parameter_checks.check_parameters(found, self._communicator, options, rounded)
         plan = plan_parameters(
             construction.specify(found, [*map(self._block, found)]),
             self._communicator.world_size,

@@ -136,15 +136,6 @@ class Route(Protocol):
         """Drop all states that ``cache`` holds: others have taken their place."""
 
 
-def check_rounding(shard: Shard) -> None:
-    """Refuse stochastic rounding where its bits would depend on how a parameter is cut."""
-    if not shard.is_consecutive:
-        raise ValueError(
-            f"stochastic_rounding numbers elements row by row, but {shard.name} is cut otherwise; "
-            "shard it along its first dimension or leave stochastic_rounding out"
-        )
-
-
 def bucket_shards(bucket: ParameterBucket, specs: Sequence[ParameterSpec], entries: Sequence[Entry]) -> list[Shard]:
     """What this rank owns of a bucket; gradients are set by ``attach_gradients``."""
     shards = []

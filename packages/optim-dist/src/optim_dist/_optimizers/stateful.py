@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from optim_dist._optimizers import interchange, loaded_state, states, step_checks, whole_state
+from optim_dist._optimizers import interchange, loaded_state, parameter_checks, states, step_checks, whole_state
 from optim_dist._optimizers.consolidation import IS_WHOLE, Consolidated, consolidate
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.followed_masters import FollowedMasters
@@ -80,6 +80,7 @@ class StatefulOptimizer(PlannedOptimizer):
             for group in self.param_groups:
                 self._check_group(group, stepped=True)
             self._check_blocks()
+            self._check_rounding()
             self._complete_ids.clear()
             self._storage = storage
 
@@ -92,6 +93,12 @@ class StatefulOptimizer(PlannedOptimizer):
                     "of such groups between blocks of 256 elements; build a new optimizer with it, or call "
                     "rebuild_plan()"
                 )
+
+    def _check_rounding(self) -> None:
+        """Refuse stochastic rounding where its bits would depend on how a parameter is cut."""
+        for shard in self.shards():
+            if not shard.is_consecutive and self.param_groups[shard.group].get("stochastic_rounding"):
+                raise ValueError(parameter_checks.ROUNDING.format(shard.name))
 
     def _state_of(self, shard: Shard) -> dict[str, Any]:
         """The state that an update works on, with all keys that its options require."""
