@@ -226,6 +226,19 @@ def test_what_is_no_moment_is_refused_by_name(kind: str, change: Any, words: str
     assert str(optimizer.state_dict()) == str(before)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("state", ["text", torch.ones(2), None], ids=str)
+def test_what_is_no_state_is_refused_by_name(kind: str, state: Any) -> None:
+    (p,) = random_parameters((8, 6))
+    optimizer = KINDS[kind](p)
+    steps(optimizer, p, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    before, saved["state"][0] = str(saved), state
+    with pytest.raises(ValueError, match=r"the loaded state of param_groups\[0\]\['params'\]\[0\] must be a dict"):
+        optimizer.load_state_dict(saved)
+    assert str(optimizer.state_dict()) == before
+
+
 @pytest.mark.parametrize("kind", ["TritonAdamW", "adamw"])
 @pytest.mark.parametrize("step", [None, "3", torch.ones(2), -1, torch.tensor(float("nan"))], ids=str)
 def test_what_counts_no_steps_is_refused_by_name(kind: str, step: Any) -> None:
@@ -250,13 +263,16 @@ def test_what_counts_no_steps_is_refused_by_name(kind: str, step: Any) -> None:
         ({"maximize": "no"}, "maximize must be True or False, got 'no'"),
         ({"capturable": "no"}, "capturable must be True or False, got 'no'"),
         ({"seed": 1.5}, r"seed must be an int, got 1\.5"),
+        ({"max_norm": -1.0}, r"max_norm must be positive or None, got -1\.0"),
+        ({"norm_type": float("nan")}, "norm_type must be the order of a norm, got nan"),
+        ({"max_norm": 2.0}, r"max_norm is 2\.0 in the first group, but None in another"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_adamw_loads_no_options_that_a_step_would_refuse(option: dict[str, Any], words: str) -> None:
     """Or would find when other parameters have moved, as a beta above 1; Muon refused its own already."""
-    (p,) = random_parameters((8, 6))
-    optimizer = TritonAdamW([p])
+    p, q = random_parameters((8, 6), (5,))
+    optimizer = TritonAdamW([{"params": [p]}, {"params": [q]}])
     steps(optimizer, p, 1)
     saved = optimizer.state_dict()
     before = str(saved)

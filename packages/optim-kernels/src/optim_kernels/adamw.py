@@ -39,7 +39,13 @@ from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
 from optim_kernels._optimizers.adamw_torch import check_step, step_with_torch
 from optim_kernels._optimizers.explaining import launches_line, log_fallback, text_table
 from optim_kernels._optimizers.fitting import refuse
-from optim_kernels._optimizers.group_clipping import check_clipping, check_here, clipping_of_step, norm_and_factor
+from optim_kernels._optimizers.group_clipping import (
+    check_clipping,
+    check_here,
+    check_limit,
+    clipping_of_step,
+    norm_and_factor,
+)
 from optim_kernels._optimizers.inference import out_of_inference_mode
 from optim_kernels._optimizers.plain_options import with_dtype_names
 from optim_kernels._optimizers.private_state import PrivateState
@@ -331,6 +337,12 @@ class TritonAdamW(PrivateState, TorchAdamW):
         check_adamw_scalars(merged)
         check_adamw_ranges(merged, of_tensors=False, loaded=True)
         return merged
+
+    def _check_complete(self, loaded: dict[str, Any]) -> None:
+        super()._check_complete(loaded)
+        groups = loaded["param_groups"]
+        for group in groups:
+            check_limit(group, groups[0])
 
     def _place_state(self, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         return converted_state(param, group, saved, step_device=step_device(param, group))

@@ -133,7 +133,6 @@ class StatefulOptimizer(Optimizer):
         saved_ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
         for saved_id, (group, param) in zip(saved_ids, self._parameters(), strict=True):
             saved = loaded["state"].get(saved_id)
-            # a parameter that never had a gradient may have an empty state
             if saved:
                 self._check_shapes(param, saved)
                 self.state[param] = self._place_state(param, group, as_normal(saved))
@@ -149,9 +148,9 @@ class StatefulOptimizer(Optimizer):
         for group, own in zip(loaded["param_groups"], self.param_groups):
             needed = self._needed_state(group)
             for saved_id, param in zip(group["params"], own["params"]):
-                saved = loaded["state"].get(saved_id)
-                if saved:
-                    check_loaded(saved, param, (*ELEMENTWISE_KEYS, "second_momentum_buffer"), names[param])
+                saved = loaded["state"].get(saved_id, {})
+                check_loaded(saved, param, (*ELEMENTWISE_KEYS, "second_momentum_buffer"), names[param])
+                # a parameter that never had a gradient may have an empty state
                 missing = [key for key in needed if key not in saved] if saved else []
                 if missing:
                     raise ValueError(

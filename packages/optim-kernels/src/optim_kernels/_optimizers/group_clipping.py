@@ -24,8 +24,8 @@ def _clipping_of(group: Mapping[str, Any]) -> Clipping:
     return group["max_norm"], group.get("norm_type", 2.0)
 
 
-def check_clipping(optimizer: StatefulOptimizer, group: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` unless the group clips as the first group does, by a norm that one rank can compute."""
+def check_limit(group: Mapping[str, Any], first: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` unless the group has a limit, or ``None``, and it is that of the first group."""
     max_norm, norm_type = _clipping_of(group)
     check_scalars(norm_type=norm_type)
     if norm_type != norm_type:
@@ -34,14 +34,18 @@ def check_clipping(optimizer: StatefulOptimizer, group: Mapping[str, Any]) -> No
         check_scalars(max_norm=max_norm)
         if not max_norm > 0:
             raise ValueError(f"max_norm must be positive or None, got {max_norm}")
-    first = optimizer.param_groups[0]
     for option, wanted, found in zip(("max_norm", "norm_type"), _clipping_of(first), _clipping_of(group)):
         if found != wanted:
             raise ValueError(
                 f"all groups are clipped together: {option} is {wanted} in the first group, but {found} in another; "
                 "give it to the optimizer's constructor, or to all"
             )
-    if max_norm is not None and any(map(is_dtensor, group["params"])):
+
+
+def check_clipping(optimizer: StatefulOptimizer, group: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` unless the group clips as the first group does, by a norm that one rank can compute."""
+    check_limit(group, optimizer.param_groups[0])
+    if group["max_norm"] is not None and any(map(is_dtensor, group["params"])):
         names = optimizer._parameter_names()
         name = next(names[param] for param in group["params"] if is_dtensor(param))
         raise ValueError(

@@ -9,7 +9,7 @@ stochastic rounding, which nanochat does not have, are stacked in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -55,17 +55,18 @@ def unstack_state(state_dict: dict[str, Any], groups: Iterable[dict[str, Any]]) 
         ids, params = saved["params"], group["params"]
         if group["kind"] == "muon":
             first = state.get(ids[0]) if ids else None
-            if first is not None and len(ids) == len(params) and _is_stacked(first, params):
+            if isinstance(first, Mapping) and len(ids) == len(params) and _is_stacked(first, params):
                 for place, i in enumerate(ids):
                     state[i] = {key: value[place].clone() for key, value in first.items()}
         else:
             for i in ids:
-                if i in state and isinstance(state[i].get("step"), int):
-                    state[i] = {**state[i], "step": torch.tensor(float(state[i]["step"]), dtype=torch.float32)}
+                own = state.get(i)
+                if isinstance(own, Mapping) and isinstance(own.get("step"), int):
+                    state[i] = {**own, "step": torch.tensor(float(own["step"]), dtype=torch.float32)}
     return {**state_dict, "state": state}
 
 
-def _is_stacked(state: dict[str, Any], params: list[Tensor]) -> bool:
+def _is_stacked(state: Mapping[str, Any], params: list[Tensor]) -> bool:
     """Whether the first parameter's state is a stack over the whole group."""
     buffer = state.get("momentum_buffer")
     return isinstance(buffer, Tensor) and tuple(buffer.shape) == (len(params), *params[0].shape)
