@@ -13,6 +13,7 @@ import torch
 from redist_cases import FAMILIES, Case, busiest, example_cases, part_of, random_case
 
 from optim_redist import CommModel, Cyclic, Layout, Mesh, Ragged, RedistError, Topology, bounds, plan, simulate, verify
+from optim_redist._methods import flow
 from optim_redist._methods.flow import Network, add_edge, saturate
 from optim_redist._methods.forward import forward_phases
 from optim_redist._methods.hierarchical import hierarchical_phases
@@ -213,6 +214,19 @@ def test_the_largest_flow_is_the_least_cut() -> None:
                     add_edge(network, a, b, rng.randint(0, 9))
         expected = _least_cut(network, nodes)
         assert saturate(network, "s", "t") == expected
+
+
+def test_an_edge_with_room_left_is_tried_again_by_the_next_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches = []
+    monkeypatch.setattr(flow, "_levels", lambda *args, levels=flow._levels: searches.append(0) or levels(*args))
+    network: Network = {}
+    for k in range(50):
+        add_edge(network, "s", k, 1)
+        add_edge(network, k, "all", 1)
+    add_edge(network, "all", "t", 100)
+    assert saturate(network, "s", "t") == 50
+    # one for all paths of three edges, one that finds no other
+    assert len(searches) == 2
 
 
 @pytest.mark.slow

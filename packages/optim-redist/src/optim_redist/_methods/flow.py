@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 
 Node = Hashable
 Network = dict[Node, dict[Node, int]]
@@ -23,7 +23,7 @@ def saturate(network: Network, source: Node, sink: Node) -> int:
     network.setdefault(source, {})
     total = 0
     while sink in (levels := _levels(network, source)):
-        untried = {node: iter(list(network[node])) for node in levels}
+        untried = {node: list(reversed(network[node])) for node in levels}
         while amount := _push(network, source, sink, sum(network[source].values()), levels, untried):
             total += amount
     return total
@@ -45,21 +45,21 @@ def _levels(network: Network, source: Node) -> dict[Node, int]:
 
 
 def _push(
-    network: Network, node: Node, sink: Node, amount: int, levels: dict[Node, int], untried: dict[Node, Iterator[Node]]
+    network: Network, node: Node, sink: Node, amount: int, levels: dict[Node, int], untried: dict[Node, list[Node]]
 ) -> int:
     """Push up to ``amount`` from a node to the sink, a level per edge; edges that lead nowhere are not tried again."""
     if node == sink or not amount:
         return amount
-    pushed = 0
-    out = network[node]
-    for other in untried[node]:
-        while out[other] and levels.get(other) == levels[node] + 1:
+    pushed, out, others = 0, network[node], untried[node]
+    while others:
+        other = others[-1]
+        if out[other] and levels.get(other) == levels[node] + 1:
             more = _push(network, other, sink, min(amount - pushed, out[other]), levels, untried)
-            if not more:
-                break
             out[other] -= more
             network[other][node] += more
             pushed += more
             if pushed == amount:
+                # this edge may have room for more
                 return pushed
+        others.pop()
     return pushed
