@@ -1,6 +1,7 @@
 """Newton–Schulz by kept plans: buffers, every kind of input and result, replays, the operator."""
 
 import gc
+from collections import OrderedDict
 from itertools import pairwise, product
 from typing import Any
 from unittest import mock
@@ -11,7 +12,7 @@ from random_tensors import DEVICE, relative_error
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from optim_kernels import NSConfig, newton_schulz, reference
+from optim_kernels import NSConfig, newton_schulz, orthogonalization, reference
 
 pytest.importorskip("triton")
 
@@ -402,9 +403,11 @@ def test_lists_are_done_in_batches() -> None:
 
 
 @gpu
-def test_nothing_is_compiled_anew_and_no_memory_stays() -> None:
+def test_nothing_is_compiled_anew_and_no_memory_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     from optim_kernels._triton import triton
 
+    # those of other tests would be dropped meanwhile, and with them memory
+    monkeypatch.setattr(orthogonalization, "_plans", OrderedDict())
     xs = [torch.randn(512, 640, device="cuda").half() for _ in range(8)]
     for x in xs:
         newton_schulz(x)
