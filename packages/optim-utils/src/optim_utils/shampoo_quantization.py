@@ -60,7 +60,7 @@ class QuantizedTensorList(OptimizerModule):
         quantized_dtype: what is stored: a float dtype or a `LowBitFormat`.
         computation_dtype: one of `FLOAT_DTYPES`.
         rounding: how values are written back: to the nearest stored number, or to one of the two neighbours at random,
-            such that the mean is exact (`optim_utils.rounding`).
+            such that the mean is exact (`optim_utils.rounding`). In float32 and float64 it is always the nearest.
         generator: where stochastic rounding draws from; torch's default one if None.
     """
 
