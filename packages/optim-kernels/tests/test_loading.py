@@ -209,8 +209,10 @@ class Codes(Tensor):
         (Tensor.to_sparse, r"must be dense numbers like the parameter's, got torch\.float32 in .*coo"),
         (lambda value: value.to("meta"), "has no values: it is on meta; load the checkpoint on another device"),
         (lambda value: value.as_subclass(Codes), r"must be plain numbers, got a Codes; load its dequantize\(\)"),
+        (Tensor.int, "must be dense numbers like the parameter's, got torch.int32 in torch.strided"),
+        (lambda value: {"a": 1}, r"(must be a tensor, got a dict|cannot be read: .* found \['a'\], without)"),
     ],
-    ids=["none", "list", "array", "complex", "sparse", "meta", "codes"],
+    ids=["none", "list", "array", "complex", "sparse", "meta", "codes", "whole numbers", "dict"],
 )
 def test_what_is_no_moment_is_refused_by_name(kind: str, change: Any, words: str) -> None:
     """As in a state that was damaged, or taken from elsewhere by hand."""
@@ -240,7 +242,9 @@ def test_what_is_no_state_is_refused_by_name(kind: str, state: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["TritonAdamW", "adamw"])
-@pytest.mark.parametrize("step", [None, "3", torch.ones(2), -1, torch.tensor(float("nan"))], ids=str)
+@pytest.mark.parametrize(
+    "step", [None, "3", torch.ones(2), -1, torch.tensor(float("nan")), torch.ones((), device="meta")], ids=str
+)
 def test_what_counts_no_steps_is_refused_by_name(kind: str, step: Any) -> None:
     (p,) = random_parameters((8, 6))
     optimizer = KINDS[kind](p)

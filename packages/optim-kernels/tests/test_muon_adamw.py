@@ -209,6 +209,20 @@ def test_nanochats_layout_leaves_out_empty_states() -> None:
     assert optimizer.state_dict(layout="nanochat")["state"].keys() == {3}
 
 
+@pytest.mark.parametrize("moment", [None, (), torch.zeros(1, 6, 1)], ids=str)
+def test_stacks_of_other_sizes_are_refused(moment: Any) -> None:
+    matrices = [nn.Parameter(torch.randn(6, 4)) for _ in range(2)]
+    optimizer = TritonMuonAdamW([{"kind": "muon", "params": matrices}])
+    for p in matrices:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    before, saved = str(optimizer.state_dict()), copy.deepcopy(optimizer.state_dict(layout="nanochat"))
+    saved["state"][0]["second_momentum_buffer"] = moment
+    with pytest.raises(ValueError, match=r"second_momentum_buffer of param_groups\[0\] must be a stack of 2 tensors"):
+        optimizer.load_state_dict(saved)
+    assert str(optimizer.state_dict()) == before
+
+
 def test_nanochat_layout_needs_equal_shapes() -> None:
     params = [nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(6, 4))]
     optimizer = TritonMuonAdamW([{"params": params, "kind": "muon"}])

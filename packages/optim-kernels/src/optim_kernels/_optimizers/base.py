@@ -163,7 +163,12 @@ class StatefulOptimizer(Optimizer):
         for key in ELEMENTWISE_KEYS:
             value = saved.get(key)
             if isinstance(value, dict):
-                value = from_plain(value)
+                try:
+                    value = from_plain(value)
+                except ValueError as error:
+                    raise ValueError(
+                        f"the loaded {key} of {self._parameter_names()[param]} cannot be read: {error}"
+                    ) from error
             if isinstance(value, Tensor) and value.shape != param.shape:
                 raise ValueError(
                     f"the loaded {key} has shape {tuple(value.shape)}, its parameter {self._parameter_names()[param]} "

@@ -21,6 +21,8 @@ from optim_utils.low_bit import LowBitTensor
 
 # what 8-bit AdamW stores in codes
 _MAY_BE_CODES = ("exp_avg", "exp_avg_sq")
+# what states may have in the plain form of codes
+_MAY_BE_SAVED_CODES = (*_MAY_BE_CODES, "max_exp_avg_sq")
 # stands for what a state lacks, since None is a value that it may have
 _MISSING = object()
 
@@ -112,11 +114,12 @@ def check_loaded(saved: Any, param: Tensor, keys: Sequence[str], name: str) -> N
         raise ValueError(f"the loaded state of {name} must be a dict, got {saved!r}")
     for key in keys:
         value, of = saved.get(key), f"the loaded {key} of {name}"
-        if key not in saved or isinstance(value, Mapping):
+        if key not in saved or (isinstance(value, Mapping) and key in _MAY_BE_SAVED_CODES):
             continue
         if not isinstance(value, Tensor):
             raise ValueError(f"{of} must be a tensor, got a {type(value).__name__}")
-        if value.layout != torch.strided or (value.is_complex() and not param.is_complex()):
+        are_numbers = value.is_floating_point() or key in MASTERS or (value.is_complex() and param.is_complex())
+        if value.layout != torch.strided or not are_numbers:
             raise ValueError(f"{of} must be dense numbers like the parameter's, got {value.dtype} in {value.layout}")
         own = local(value)
         if _has_other_codes(own) and type(own) is not type(local(param)):
@@ -125,7 +128,7 @@ def check_loaded(saved: Any, param: Tensor, keys: Sequence[str], name: str) -> N
             raise ValueError(f"{of} has no values: it is on meta; load the checkpoint on another device")
     if "step" in saved:
         step, of = saved["step"], f"the loaded step of {name}"
-        if not _is_count(step):
+        if not _is_count(step) or _lacks_numbers(step, param):
             raise ValueError(f"{of} must be a 0-d tensor that counts steps, got {_words(step)}")
         # not from a GPU, which would be waited for
         if not (isinstance(step, Tensor) and step.device.type != "cpu") and not float(step) >= 0:

@@ -49,13 +49,17 @@ def _stack_group(state: dict[Any, Any], ids: list[Any], index: int) -> None:
 
 
 def unstack_state(state_dict: dict[str, Any], groups: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """A ``state_dict`` of nanochat's in our form; one that is ours already comes back unchanged."""
+    """A ``state_dict`` of nanochat's in our form; one that is ours already comes back unchanged.
+
+    Raises ``ValueError`` for an entry that is no stack beside a momentum that is one.
+    """
     state = dict(state_dict["state"])
-    for saved, group in zip(state_dict["param_groups"], groups):
+    for index, (saved, group) in enumerate(zip(state_dict["param_groups"], groups)):
         ids, params = saved["params"], group["params"]
         if group["kind"] == "muon":
             first = state.get(ids[0]) if ids else None
             if isinstance(first, Mapping) and len(ids) == len(params) and _is_stacked(first, params):
+                _check_stacks(first, len(ids), index)
                 for place, i in enumerate(ids):
                     state[i] = {key: value[place].clone() for key, value in first.items()}
         else:
@@ -70,3 +74,14 @@ def _is_stacked(state: Mapping[str, Any], params: list[Tensor]) -> bool:
     """Whether the first parameter's state is a stack over the whole group."""
     buffer = state.get("momentum_buffer")
     return isinstance(buffer, Tensor) and tuple(buffer.shape) == (len(params), *params[0].shape)
+
+
+def _check_stacks(state: Mapping[str, Any], count: int, index: int) -> None:
+    """Raise ``ValueError`` unless each entry has a tensor for each of the ``count`` parameters of group ``index``."""
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or value.shape[:1] != (count,):
+            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise ValueError(
+                f"the loaded {key} of param_groups[{index}] must be a stack of {count} tensors, as its momentum_buffer "
+                f"is, got {found}"
+            )
