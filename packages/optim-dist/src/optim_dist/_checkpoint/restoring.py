@@ -117,3 +117,4 @@ class Restoring:
                     state[key] = as_parameter_lies(state[key], shard.parameter)
             put_read_state(optimizer, shard, state, entry)
         optimizer.gather_parameters()
+        optimizer.note_masters()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from optim_dist._optimizers.kept_items import KeptItems
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard
@@ -23,6 +25,19 @@ class FollowedMasters:
         if shards:
             masters = [optimizer.state[shard.parameter]["master"] for shard in shards]
             self._writes.follow([shard.parameter for shard in shards], [shard.value for shard in shards], masters)
+
+    def followed(self, shard: Shard, state: dict[str, Any]) -> dict[str, Any]:
+        """``state`` with the master that the next step would begin with, to be saved; nothing is changed.
+
+        The master itself waits for the step: what stands in the parameter now, an average, say, may be taken back.
+        """
+        parameter = shard.parameter
+        if "master" not in state or not can_be_followed(parameter) or not self._writes.written([parameter]):
+            return state
+        master, writes = state["master"].clone(), FollowedWrites()
+        writes.note_written([parameter])
+        writes.follow([parameter], [shard.value], [master])
+        return {**state, "master": master}
 
     def note(self, optimizer: LiveOptimizer, kept: KeptItems | None = None) -> None:
         """Record that masters match their parameters: what is written to these from now on is followed."""

@@ -62,6 +62,10 @@ class LiveOptimizer(Optimizer):
         """Replace a shard's state by one that steps have made elsewhere."""
         raise NotImplementedError
 
+    def note_masters(self) -> None:
+        """Masters have been loaded with their parameters: from now on they follow what others write to these."""
+        raise NotImplementedError
+
     def encode_state(self, shard: Shard) -> None:
         """Turn a loaded state into 8-bit codes if the group has them."""
         raise NotImplementedError

@@ -6,6 +6,7 @@ change, decide what it holds. ``states`` and the modules it names know the forms
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -127,11 +128,12 @@ class StatefulOptimizer(PlannedOptimizer):
             # when torch loads a flattened state it takes only the keys that it finds in ours
             kept.update(made)
             self._shown_keys.setdefault(id(shard.parameter), set()).update(made)
-        return state
+        return self._masters.followed(shard, state)
 
     def kept_state(self, shard: Shard) -> dict[str, Any]:
         shown = self._shown_keys.get(id(shard.parameter), set())
-        return {key: value for key, value in self.state.get(shard.parameter, {}).items() if key not in shown}
+        kept = {key: value for key, value in self.state.get(shard.parameter, {}).items() if key not in shown}
+        return self._masters.followed(shard, kept)
 
     def put_state(self, shard: Shard, state: dict[str, Any]) -> None:
         """Replace a shard's state, which may have been made only to be shown, by one that steps made elsewhere."""
@@ -139,6 +141,9 @@ class StatefulOptimizer(PlannedOptimizer):
         self._complete_ids.discard(id(shard.parameter))
         self._shown_keys.pop(id(shard.parameter), None)
         self.encode_state(shard)
+
+    def note_masters(self) -> None:
+        self._masters.note(self)
 
     def encode_state(self, shard: Shard) -> None:
         """Turn a loaded state into 8-bit codes if the group has them: now, to save memory, not at the next step."""
@@ -179,6 +184,11 @@ class StatefulOptimizer(PlannedOptimizer):
         elif self._communicator.world_size > 1:
             state_dict["state"] = interchange.complete_state(self)
         else:
+            numbers, kept = states.numbers_in_groups(self), state_dict["state"]
+            for shard in self.shards():
+                number = numbers[id(shard.parameter)]
+                if number in kept:
+                    kept[number] = self._masters.followed(shard, kept[number])
             states.make_codes_numbers(state_dict)
         routes = map(self._route_name, self.param_groups)
         state_dict["param_groups"] = [
@@ -247,6 +257,13 @@ class StatefulOptimizer(PlannedOptimizer):
     def full_state_dict(self) -> dict[str, Any]:
         """The state of all ranks in torch's one-process form, on the first rank's CPU; elsewhere ``{}``. Collective."""
         return whole_state.full_state_dict(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        content, state = super().__getstate__(), copy.copy(self.state)
+        for shard in () if self._closed else self.shards():
+            if shard.parameter in state:
+                state[shard.parameter] = self._masters.followed(shard, state[shard.parameter])
+        return {**content, "state": state}
 
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a one-process state; every rank passes the same and keeps its part."""
