@@ -178,7 +178,7 @@ def test_a_step_count_may_be_a_number(make: Any, impl: Any) -> None:
     assert float(optimizer.state[params[1]]["step"]) == 1
 
 
-@pytest.mark.parametrize("make", [adamw, adamw_at_random])
+@pytest.mark.parametrize("make", [adamw, adamw_at_random, muon_and_adamw])
 @IMPLS
 @pytest.mark.parametrize("missing", ["step", "exp_avg", "exp_avg_sq"])
 def test_a_state_of_which_something_is_missing(make: Any, impl: Any, missing: str) -> None:
@@ -190,6 +190,14 @@ def test_a_state_of_which_something_is_missing(make: Any, impl: Any, missing: st
         params,
         rf"last cannot be updated: its state has \['.*\], but needs {missing} too; add what is missing",
     )
+
+
+@MAKERS
+def test_a_parameter_that_has_become_one_of_8_bits(make: Any) -> None:
+    params, optimizer = stepped(make, "torch")
+    give_gradients(*params)
+    params[1].data = params[1].data.to(torch.float8_e4m3fn)
+    assert_refused(optimizer, params, r"last.* is torch\.float8_e4m3fn; freeze it")
 
 
 def test_functions_call_parameters_as_their_callers_do() -> None:

@@ -22,7 +22,7 @@ from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizers import nanochat_checkpoints as nanochat
 from optim_kernels._optimizers.adamw_options import check_adamw_ranges, check_adamw_scalars
 from optim_kernels._optimizers.adamw_paths import NOT_YET_THERE, why_not_stored
-from optim_kernels._optimizers.adamw_state import NEEDED, laid_out, zero_state
+from optim_kernels._optimizers.adamw_state import MOMENTS, NEEDED, laid_out, zero_state
 from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
 from optim_kernels._optimizers.explaining import launches_line, text_table
 from optim_kernels._optimizers.fitting import refuse, what_is_missing, why_unfit
@@ -211,7 +211,11 @@ class TritonMuonAdamW(MuonOptimizer):
                 raise RuntimeError(f"AdamW takes dense gradients, got {grad.layout} for {names[p]}; make it dense")
             # checked here too: when its group was added, it may have been frozen, or not in it
             _check_adamw_param(p, names[p])
-            refuse(why_unfit(p, grad, self._own_state.get(p, {}), NEEDED), names[p])
+            state = self._own_state.get(p, {})
+            # one without moments is Muon's, of a parameter that was in one of its groups
+            if {*MOMENTS} & state.keys():
+                refuse(what_is_missing(state, NEEDED), names[p])
+            refuse(why_unfit(p, grad, state, NEEDED), names[p])
             check_state_in_capture(p, self._own_state, names[p])
             self._ensure_adamw_state(p)
             reason = _why_not_kernels(p, group)
@@ -227,7 +231,7 @@ class TritonMuonAdamW(MuonOptimizer):
 
     def _ensure_adamw_state(self, p: Tensor) -> None:
         state = self._own_state[p]
-        # the state of a parameter from a Muon group may have a count of Muon's steps, and a master
+        # Muon's may have a count of its steps, and a master
         if not state.keys() >= {*NEEDED}:
             state.update(zero_state(p, _AS_TORCH, step_device=p.device))
         drop_other_masters(_AS_TORCH, state)

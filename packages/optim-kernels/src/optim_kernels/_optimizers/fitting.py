@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import local
-from optim_kernels._optimizers.storage import MASTERS
+from optim_kernels._optimizers.storage import MASTERS, MOMENT_DTYPES
 from optim_kernels.functional._lists import description
 from optim_kernels.multi_tensor import has_overlaps
 from optim_utils.low_bit import LowBitTensor
@@ -38,6 +38,8 @@ def why_unfit(param: Tensor, grad: Tensor, state: Mapping[str, Any], keys: Seque
     """
     own, grad = local(param), local(grad)
     shape, device = own.shape, own.device
+    if own.dtype not in MOMENT_DTYPES and not own.is_complex():
+        return f"it is {own.dtype}; freeze it (requires_grad=False, no .grad), or convert it to one of {MOMENT_DTYPES}"
     if has_overlaps(own):
         return (
             f"{description(own)}, it has several elements at one place in memory; give it memory of its own: "
