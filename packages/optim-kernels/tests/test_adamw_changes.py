@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fresh_params import make_params, renew_gradients
@@ -343,6 +344,7 @@ def test_complex_parameters_are_stepped_as_by_torch() -> None:
         ("lr", None, "lr must be a number"),
         ("lr", "0.1", "lr must be a number"),
         ("eps", "1e-8", "eps must be a number"),
+        ("eps", np.ones(2), r"eps must be 1-element, got shape \(2,\)"),
         ("weight_decay", None, "weight_decay must be a number"),
         ("betas", None, "betas must be a pair, got None"),
         ("betas", (0.9,), r"betas must be a pair, got \(0.9,\)"),

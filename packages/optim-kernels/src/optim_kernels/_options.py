@@ -21,13 +21,16 @@ def check_scalars(**scalars: Any) -> None:
 
     Raises:
         TypeError: for anything that is not a number.
-        ValueError: for a tensor of several elements, in torch's words, and for a complex one.
+        ValueError: for a tensor or array of several elements, in torch's words, and for a complex tensor.
     """
     for name, scalar in scalars.items():
         if not hasattr(scalar, "__float__"):
             raise TypeError(f"{name} must be a number or a 1-element tensor, got {scalar!r}")
         if isinstance(scalar, Tensor) and scalar.numel() != 1:
             raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(scalar.shape)}")
+        # NumPy's arrays have a __float__, which raises for several numbers
+        if not isinstance(scalar, Tensor) and getattr(scalar, "size", 1) != 1:
+            raise ValueError(f"{name} must be 1-element, got shape {scalar.shape}")
         if isinstance(scalar, Tensor) and scalar.is_complex():
             raise ValueError(f"{name} must be a real number, got {scalar.dtype}")
 
