@@ -117,7 +117,12 @@ def _total_norm(tensors: list[Tensor], norm_type: float, error_if_nonfinite: boo
 def clip_grads_with_norm_(
     parameters: Tensors, max_norm: float, total_norm: Tensor, foreach: bool | None = None
 ) -> None:
-    """Scale the gradients of ``parameters`` by ``clip_factor(total_norm, max_norm)``, in place."""
+    """Scale the gradients of ``parameters`` by ``clip_factor(total_norm, max_norm)``, in place.
+
+    Raises:
+        TypeError: something else in place of a parameter, or of the norm.
+        ValueError: a norm that is not one number, or a gradient that cannot be scaled in place; then none is.
+    """
     parameters = _as_list(parameters)
     if foreach:
         clip_grads_by_torch_(parameters, max_norm, total_norm, True)
@@ -143,14 +148,24 @@ def clip_grads_with_norm_(
 
 @torch.no_grad()
 def clip_factor(total_norm: Tensor, max_norm: float) -> Tensor:
-    """``min(1, max_norm / (total_norm + 1e-6))``, 0-d on the norm's device; NaN if the norm is."""
+    """``min(1, max_norm / (total_norm + 1e-6))``, 0-d on the norm's device; NaN if the norm is.
+
+    Raises:
+        TypeError: a norm that is no tensor.
+        ValueError: one that is not one real number.
+    """
     check_scalar_tensors(total_norm=total_norm)
     return reference.clip_factor(total_norm, float(max_norm))
 
 
 @torch.no_grad()
 def sum_of_squares(tensors: Tensors, *, out: Tensor | None = None) -> Tensor:
-    """Σ g² over all tensors: 0-d fp64; one rank's part for a caller that adds up over ranks."""
+    """Σ g² over all tensors: 0-d fp64; one rank's part for a caller that adds up over ranks.
+
+    Raises:
+        TypeError: something else in place of a tensor.
+        ValueError: an ``out`` that is not one floating-point number.
+    """
     if out is not None and not isinstance(out, Tensor):
         raise TypeError(f"out must be a tensor of one floating-point number, got a {type(out).__name__}")
     if out is not None and (out.numel() != 1 or not out.is_floating_point()):
