@@ -228,6 +228,19 @@ def test_what_is_no_moment_is_refused_by_name(kind: str, change: Any, words: str
     assert str(optimizer.state_dict()) == str(before)
 
 
+@pytest.mark.parametrize("make", [TritonAdamW, TritonMuon])
+@pytest.mark.parametrize("key", ["master", "master_low"])
+def test_masters_in_complex_numbers_are_refused_by_name(make: Any, key: str) -> None:
+    """Their imaginary part would be left out."""
+    (p,) = random_parameters((8, 6), dtype=torch.bfloat16)
+    optimizer = make([p], master_weights="fp32" if key == "master" else "split16")
+    steps(optimizer, p, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0][key] = saved["state"][0][key].to(torch.complex64)
+    with pytest.raises(ValueError, match=rf"the loaded {key} of .* must be dense numbers .*, got torch\.complex64"):
+        optimizer.load_state_dict(saved)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("state", ["text", torch.ones(2), None], ids=str)
 def test_what_is_no_state_is_refused_by_name(kind: str, state: Any) -> None:

@@ -120,7 +120,7 @@ def check_loaded(saved: Any, param: Tensor, keys: Sequence[str], name: str) -> N
             continue
         if not isinstance(value, Tensor):
             raise ValueError(f"{of} must be a tensor, got a {type(value).__name__}")
-        are_numbers = value.is_floating_point() or key in MASTERS or (value.is_complex() and param.is_complex())
+        are_numbers = param.is_complex() if value.is_complex() else value.is_floating_point() or key in MASTERS
         if value.layout != torch.strided or not are_numbers:
             raise ValueError(f"{of} must be dense numbers like the parameter's, got {value.dtype} in {value.layout}")
         own = local(value)
