@@ -92,6 +92,35 @@ def test_what_cannot_be_updated_is_refused_before_anything_moves(kind, num_ranks
     run_ranks(refuse_each, num_ranks, kind, is_cut, timeout=120)
 
 
+def refuse_each_of_the_loaded(rank, world_size, kind, is_cut):
+    # what is lacking of the others is made anew, as where an option is new; a count may be a number
+    lacking = {("adamw", key) for key in ("exp_avg", "exp_avg_sq", "step")}
+    for key in KEYS[kind]:
+        for change in (sparse, complex_, of_another_shape, a_number, None):
+            if (key, change) == ("step", a_number) or (change is None and (kind, key) not in lacking):
+                continue
+            parameters, optimizer = build(kind, world_size, is_cut)
+            optimizer.load_state_dict(optimizer.state_dict())
+            name, state = last_own(parameters, optimizer)
+            value = state.pop(key)
+            if change is not None:
+                state[key] = change(value.to_local() if hasattr(value, "to_local") else value)
+            before = [p.detach().clone() for _, p in parameters]
+            given(parameters, 2)
+            with pytest.raises(ValueError, match=rf"\b{key}\b") as raised:
+                optimizer.step()
+            assert name in str(raised.value)
+            assert all(torch.equal(p.detach(), old) for (_, p), old in zip(parameters, before))
+
+
+@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize(
+    ("num_ranks", "is_cut"), [(1, False), (2, False), (2, True)], ids=["one-rank", "buckets", "dtensors"]
+)
+def test_states_changed_between_a_load_and_a_step_are_refused_before_anything_moves(kind, num_ranks, is_cut):
+    run_ranks(refuse_each_of_the_loaded, num_ranks, kind, is_cut, timeout=120)
+
+
 def test_a_master_that_was_taken_out_begins_as_its_parameter():
     """It was left out for good, and updates smaller than a 16-bit parameter shows were lost."""
     parameters, optimizer = build("adamw", 1, False)

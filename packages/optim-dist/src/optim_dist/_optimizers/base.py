@@ -308,7 +308,7 @@ class DistOptimizer(StatefulOptimizer):
         if not self._unbucketed or (self._fit_states is not None and self._fit_states.are_those_of(self.state)):
             return
         for shard in self._unbucketed.shards():
-            if id(shard.parameter) in self._complete_ids:  # others are completed in this step
+            if self.state.get(shard.parameter):  # others begin in this step
                 self._checked_item(shard)
         self._fit_states = HeldStates(self.state)
 

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from optim_dist._optimizers.entries import Entry
-from optim_dist._optimizers.layouts import layout_of
+from optim_dist._optimizers.layouts import layout_of, local
 from optim_dist._optimizers.live import LiveOptimizer
+from optim_dist._optimizers.shards import Shard
 from optim_dist._optimizers.states import make_codes_numbers, numbers_in_groups
 from optim_dist.plan import Plan, RouteName
 from optim_kernels.states import ELEMENTWISE_KEYS, check_loaded, with_dtypes
@@ -92,6 +93,25 @@ def unusable(state: Mapping[str, Any], entry: Entry) -> str:
     except ValueError as error:
         return str(error)
     return _lacking(state, entry)
+
+
+def check_kept(state: Mapping[str, Any], shard: Shard, route: RouteName) -> None:
+    """Refuse, by the shard's name, a state that cannot be completed: somebody may have changed it since it was loaded.
+
+    What its group's options want beside that is made then.
+    """
+    check_loaded(state, shard.like, _NUMBERS, shard.name)
+    for key in ELEMENTWISE_KEYS:
+        shapes = [tuple(local(value).shape) for value in (state.get(key), shard.like) if isinstance(value, Tensor)]
+        if len(set(shapes)) > 1:
+            raise ValueError(f"the loaded {key} of {shard.name} has shape {shapes[0]} here, its parameter {shapes[1]}")
+    # one without moments is another update's, of a parameter that has changed groups
+    missing = [key for key in NEEDED_KEYS[route] if key not in state]
+    if missing and ({*NEEDED_KEYS[route]} - {"step"}) & state.keys():
+        raise ValueError(
+            f"the state of {shard.name} has {', '.join(sorted(state))}, but {_UPDATE_NAMES[route]} needs "
+            f"{' and '.join(missing)}; add what is missing, or delete the state to start anew"
+        )
 
 
 def _lacking(state: Mapping[str, Any], entry: Entry) -> str:

@@ -108,6 +108,8 @@ class StatefulOptimizer(PlannedOptimizer):
             # make masters anew that were only shown: the parameter may have been loaded since
             for key in self._shown_keys.pop(id(shard.parameter), set()) & MASTER_KEYS:
                 del state[key]
+            if state:
+                loaded_state.check_kept(state, shard, self.plan.parameters[shard.index].route)
             self._complete(shard, state)
             self._complete_ids.add(id(shard.parameter))
         return state
