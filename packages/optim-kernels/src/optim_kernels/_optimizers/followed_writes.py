@@ -38,6 +38,8 @@ class FollowedWrites:
         self._versions: list[int] = []
         self._addresses: list[int] = []
         self._others: dict[int, tuple[int, int]] = {}
+        # both together, once somebody has asked: some ask for parameters one by one
+        self._all: dict[int, tuple[int, int]] | None = None
 
     def note(self, params: Sequence[Tensor]) -> None:
         """Follow what is written to these parameters from now on."""
@@ -70,20 +72,22 @@ class FollowedWrites:
     def note_step(self, params: Sequence[Tensor]) -> None:
         """Note that a step has written to these parameters and their masters alike."""
         if self._are_latest(params):
-            self._versions = _versions(params)
+            self._versions, self._all = _versions(params), None
         else:
             self.note(params)
 
     def _set_latest(self, params: Sequence[Tensor], versions: list[int], addresses: list[int]) -> None:
         self._others.update(self._of_latest())
-        self._latest, self._versions, self._addresses = params, versions, addresses
+        self._latest, self._versions, self._addresses, self._all = params, versions, addresses, None
 
     def _are_latest(self, params: Sequence[Tensor]) -> bool:
         latest = self._latest
         return params is latest or (len(params) == len(latest) and all(map(is_, params, latest)))
 
     def _noted(self) -> dict[int, tuple[int, int]]:
-        return self._others | self._of_latest()
+        if self._all is None:
+            self._all = self._others | self._of_latest()
+        return self._all
 
     def _of_latest(self) -> dict[int, tuple[int, int]]:
         return dict(zip(map(id, self._latest), zip(self._versions, self._addresses)))
