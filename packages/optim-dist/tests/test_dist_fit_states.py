@@ -60,18 +60,22 @@ def last_own(parameters, optimizer):
     return [(name, optimizer.state[p]) for name, p in parameters if optimizer.state[p]][-1]
 
 
+def assert_refused(parameters, optimizer, name, words):
+    before = [p.detach().clone() for _, p in parameters]
+    given(parameters, 2)
+    with pytest.raises(ValueError, match=words) as raised:
+        optimizer.step()
+    assert name in str(raised.value)
+    assert all(torch.equal(p.detach(), old) for (_, p), old in zip(parameters, before))
+
+
 def refuse_each(rank, world_size, kind, is_cut):
     for key in KEYS[kind]:
         for change in (sparse, complex_, on_meta, of_another_shape, a_number):
             parameters, optimizer = build(kind, world_size, is_cut)
             name, state = last_own(parameters, optimizer)
             state[key] = change(state[key].to_local() if hasattr(state[key], "to_local") else state[key])
-            before = [p.detach().clone() for _, p in parameters]
-            given(parameters, 2)
-            with pytest.raises(ValueError, match=rf"^({name} cannot be updated: its|the) {key} .*") as raised:
-                optimizer.step()
-            assert name in str(raised.value)
-            assert all(torch.equal(p.detach(), old) for (_, p), old in zip(parameters, before))
+            assert_refused(parameters, optimizer, name, rf"^({name} cannot be updated: its|the) {key} .*")
         parameters, optimizer = build(kind, world_size, is_cut)
         name, state = last_own(parameters, optimizer)
         del state[key]
@@ -105,12 +109,7 @@ def refuse_each_of_the_loaded(rank, world_size, kind, is_cut):
             value = state.pop(key)
             if change is not None:
                 state[key] = change(value.to_local() if hasattr(value, "to_local") else value)
-            before = [p.detach().clone() for _, p in parameters]
-            given(parameters, 2)
-            with pytest.raises(ValueError, match=rf"\b{key}\b") as raised:
-                optimizer.step()
-            assert name in str(raised.value)
-            assert all(torch.equal(p.detach(), old) for (_, p), old in zip(parameters, before))
+            assert_refused(parameters, optimizer, name, rf"\b{key}\b")
 
 
 @pytest.mark.parametrize("kind", KEYS)
