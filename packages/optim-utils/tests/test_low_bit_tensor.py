@@ -542,6 +542,13 @@ def cut_rank(rank: int, world_size: int) -> None:
         else:
             with pytest.raises(ValueError, match=message):
                 quantize(part, fmt)
+    # a dimension that flat scales, and 4-bit codes, do not have, though its parts are whole blocks
+    row = distribute_tensor(numbers(1).flatten()[:16].view(1, 16), line, [Shard(1)], src_data_rank=None)
+    for fmt in (INT8.with_(block_size=4), nibbles):
+        with pytest.raises(ValueError, match=r"of shape \(1, 16\) .* its sharded dimension 1: shard dimension 0"):
+            quantize(row, fmt)
+        rows = fmt.with_(layout="rows")
+        assert same_bits(full(quantize(row, rows)), quantize(row.full_tensor(), rows))
 
 
 def test_parts_of_dtensors_that_codes_and_scales_do_not_have_are_refused() -> None:

@@ -93,7 +93,8 @@ def _check_dim(shape: tuple[int, ...], dim: int, axis_sizes: Sequence[int], fmt:
     """Raise ValueError if a shard along ``dim`` cuts a block, or is not cut as DTensor cuts its codes or scales."""
     if fmt.layout == "rows" and dim < len(shape) - 1:
         return
-    if fmt.layout == "flat" and math.prod(shape[:dim]) > 1:
+    # even where all dimensions before are 1: flat scales, and codes of 4 bits, have one dimension alone
+    if fmt.layout == "flat" and dim > 0:
         raise ValueError(
             f"flat blocks of a tensor of shape {shape} run across its sharded dimension {dim}: shard dimension 0, or "
             'use layout="rows"'
