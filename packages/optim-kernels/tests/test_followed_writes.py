@@ -228,6 +228,17 @@ def test_what_is_saved_are_masters_of_the_parameters_as_they_are_then(make: Make
     assert torch.equal(master(resumed, own[1]), bits[1])
 
 
+@MAKES
+def test_what_a_hook_of_a_save_writes_is_in_the_masters_that_are_saved(make: Make) -> None:
+    """As one that puts averaged weights in the parameters' place."""
+    params = parameters()
+    optimizer = make(params)
+    move(optimizer, params)
+    value = -params[0].detach()
+    optimizer.register_state_dict_pre_hook(lambda _: write(params[0], value))
+    assert torch.equal(optimizer.state_dict()["state"][0]["master"], value.float())
+
+
 @pytest.mark.parametrize("make", [adamw, adamw_by_torch, muon])
 def test_parameters_whose_writes_nobody_counts_are_stepped_as_ever(make: Make) -> None:
     with torch.inference_mode():

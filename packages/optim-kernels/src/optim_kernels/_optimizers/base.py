@@ -74,9 +74,10 @@ class StatefulOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """A state dict as torch's, in which masters belong to the parameters as they are now, whoever wrote to them."""
-        written = set(self._written())
 
         def follow(_: Optimizer, content: dict[str, Any]) -> None:
+            # only now, since hooks of the user's may have written before
+            written = set(self._written())
             state = content["state"] = dict(content["state"])
             for number, param in enumerate(self._parameter_names()):
                 if param in written:
