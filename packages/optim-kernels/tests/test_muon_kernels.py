@@ -575,6 +575,49 @@ def test_lone_products(shape: tuple[int, int, int], lone: Tile, whole: Tile, wid
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("m", [1, 40, 700])
+@pytest.mark.parametrize("k", [1, 2])
+def test_sums_of_one_number(m: int, k: int, dtype: torch.dtype) -> None:
+    """On Hopper in every tile, as of matrices with one row: Triton compiles an argument that is 1 as a constant."""
+    if not mk.has_gluon(None):
+        pytest.skip("needs Hopper and Triton 3.6")
+
+    def near(result: Tensor, expected: Tensor) -> None:
+        assert (result - expected).norm() <= (4e-4 if dtype == torch.float16 else 3e-3) * expected.norm()
+
+    def matrices(rows: int, columns: int) -> Tensor:
+        x = mk.empty_matrices(3, rows, columns, like=torch.empty(0, dtype=dtype, device="cuda"))
+        return x.copy_(torch.randn(x.shape, device="cuda"))
+
+    x, other, c, scale = matrices(m, k), matrices(m, k), matrices(m, m), torch.rand(3, device="cuda") + 0.5
+    other.copy_(x)
+    c.copy_((c + c.mT) / 2)
+    wide = x.double() @ x.double().mT
+    for tile in (LONE[0], LONE_SMALL[0], LONE_HALF[0], PING_PONG, Tile(128, 128, 64, 4, 3)):
+        near(mk.symmetric_product(x, x, scale=scale, tile=tile), wide * scale[:, None, None])
+        near(mk.symmetric_product(x, other, c=c, beta=2.0, tile=tile), wide + 2 * c.double())
+    y, c = matrices(k, 300), matrices(m, 300)
+    for tile in (LONE_WIDE, LONE_TALL, LONE_SQUARE, LONE_SMALL_WIDE, PING_PONG, Tile(128, 256, 64, 8, 3)):
+        near(mk.general_product(x, y, c=c, beta=2.0, tile=tile), x.double() @ y.double() + 2 * c.double())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 1), (1, 6), (300, 1), (3, 1, 5), (200, 1, 2000), (200, 2, 64)], ids=str)
+def test_matrices_of_one_row_on_a_gpu(shape: tuple[int, ...]) -> None:
+    grads = [torch.randn(shape, device="cuda") for _ in range(3)]
+    found = []
+    for impl in ("auto", "torch"):
+        p = torch.nn.Parameter(torch.ones(shape, device="cuda"))
+        optimizer = TritonMuon([p], lr=0.1, nd="batch", impl=impl)
+        for grad in grads:
+            p.grad = grad
+            optimizer.step()
+        found.append(p.detach())
+    torch.testing.assert_close(*found, atol=3e-3, rtol=0)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1280, 1280), (768, 3072), (3072, 768), (24, 512, 1000)], ids=str)
 def test_default_path_on_a_gpu_is_within_the_limit(shape: tuple[int, ...]) -> None:
     from optim_kernels import NSConfig, newton_schulz, reference

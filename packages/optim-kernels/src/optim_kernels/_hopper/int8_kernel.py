@@ -188,7 +188,7 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["K"])
 def int8_product_kernel(
     a_desc,
     b_desc,

@@ -240,7 +240,7 @@ def _consume(ME: gl.constexpr, descs, ring, where, K, numbers, flags: gl.constex
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["T", "K", "parts"])
 def lone_kernel(
     a_desc,
     b_desc,
