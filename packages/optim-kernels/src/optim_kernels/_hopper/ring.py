@@ -8,9 +8,9 @@ A slot of the ring has a block of A and one of B, and two barriers:
 The producer fills a slot for each step of each tile, in order. A wait on a barrier knows only the parity of a slot's
 round: a waiting warp may be one round behind, not more.
 
-A consumer arrives at a slot's barrier one step late, so in its first step at none. That this step is the first must not
-be known to the compiler: where an arrival never happens, ptxas keeps it, and it happens outside of shared memory. So no
-kernel has K, which Triton makes a constant where it is 1, specialised.
+No kernel has K specialised, which Triton would make a constant where it is 1: if the compiler knows that there is one
+step, ptxas (12.8) forms the descriptors of blocks in one of two branches that multiply them, and in the other one the
+tensor cores read what is anywhere.
 """
 
 from __future__ import annotations
