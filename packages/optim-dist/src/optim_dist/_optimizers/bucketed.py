@@ -369,6 +369,7 @@ class BucketedParameters:
             is_agreed = is_everywhere and self.reduction.launches_under_backward and sys.exc_info()[0] is None
             if is_agreed or self.any_rank_may_have_launched:
                 if not is_agreed:
+                    self.keep_groups()
                     self._communicator.leave_memory()
                 self.drop(is_agreed)
                 for bucket in self.buckets:
@@ -420,6 +421,9 @@ def _let_go(reduction: BackwardReduction | StreamedReduction, communicator: Comm
     """Leave the group of reductions to the next optimizer.
 
     If some are unfinished, which other ranks may not have launched, nobody waits for them or uses the group any more.
+    On a GPU what no other rank launches stays on the device until NCCL's timeout ends the process, as it would if the
+    optimizer were still there. Aborting the group is no remedy: ``ncclCommAbort`` may wait for the whole device, and
+    for what is stuck in other groups, and this runs wherever garbage is collected. ``close()`` ends it on all ranks.
     """
     if reduction.has_launched:
         communicator.abandon()
