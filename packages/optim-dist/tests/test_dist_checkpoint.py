@@ -22,6 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint
 from optim_dist._checkpoint import loading, reshard
+from optim_dist._checkpoint import manifest as manifests
 from optim_utils.param_groups import MatrixView
 from optim_utils.testing import RankFailure, run_ranks
 
@@ -382,6 +383,54 @@ def test_damaged_checkpoints_are_refused_whole_and_on_every_rank(checkpoints, tm
     for texts in run_ranks(load_damaged, 2, paths):
         for (name, (_, expected)), text in zip(FAULTS.items(), texts):
             assert all(part in text for part in expected), f"{name}: {text}"
+
+
+def alter_value(folder):
+    """The last bit of one element of a parameter that one rank owns."""
+    file = next(file for file in folder.glob("rank-*.pt") if "layers.0.weight" in torch.load(file))
+    content = bytearray(file.read_bytes())
+    value = torch.load(file)["layers.0.weight"]["value"]
+    content[content.index(value.numpy().tobytes())] ^= 1
+    file.write_bytes(content)
+
+
+REFUSED_UNREAD = ("truncated", "missing", "unlisted", "another step")
+
+
+def load_unread(rank, world_size, folder):
+    """What differs from the values that were saved, and what is refused all the same."""
+    (saved, first), (model, optimizer) = build(), build()
+    checkpoint.load(folder / "as saved", saved, first)
+    texts = []
+    with mock.patch.object(manifests, "file_digest", side_effect=AssertionError):
+        assert checkpoint.load(folder / "altered", model, optimizer, verify=False)["step"] == 2
+        for name in REFUSED_UNREAD:
+            with pytest.raises(checkpoint.CheckpointError) as raised:
+                checkpoint.load(folder / name, model, optimizer, verify=False)
+            texts.append(str(raised.value))
+    expected = saved.state_dict()
+    return [name for name, value in model.state_dict().items() if not torch.equal(value, expected[name])], texts
+
+
+def test_files_may_be_taken_without_reading_them_for_their_digests(checkpoints, tmp_path):
+    damages = {"as saved": lambda folder: None, "altered": alter_value}
+    for name, damage in (damages | {name: FAULTS[name][0] for name in REFUSED_UNREAD}).items():
+        shutil.copytree(checkpoints[0] / "from-2", tmp_path / name)
+        damage(tmp_path / name)
+    for altered, texts in run_ranks(load_unread, 2, tmp_path):
+        assert altered == ["layers.0.weight"]
+        for name, text in zip(REFUSED_UNREAD, texts, strict=True):
+            assert all(part in text for part in FAULTS[name][1]), f"{name}: {text}"
+
+
+def load_verifying_otherwise(rank, world_size, folder):
+    model, optimizer = build()
+    with pytest.raises(TypeError if rank else RuntimeError, match="verify must be True or False, got 'size'"):
+        checkpoint.load(folder, model, optimizer, verify="size" if rank else True)
+
+
+def test_another_verify_is_refused_on_all_ranks(checkpoints):
+    run_ranks(load_verifying_otherwise, 2, checkpoints[0] / "from-2")
 
 
 class _Attack:

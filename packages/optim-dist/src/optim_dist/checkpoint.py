@@ -5,9 +5,9 @@
            whole; the next save to the same path removes what a killed one has left. With ``async_=True`` everything
            is copied, and written while training goes on. Where hosts do not share a disk each has what its ranks
            wrote, and with ``copies=n`` also what the ranks of n - 1 other hosts wrote
-    load   first names, shapes, dtypes, routes, sizes and digests are checked, with all problems in one error on every
-           rank; then each file is read by one rank that has it, or another copy if that is damaged; then, if ranks or
-           plan differ, ``optim_redist`` exchanges the state, a little at a time
+    load   first names, shapes, dtypes, routes, sizes and, with ``verify``, digests are checked, with all problems in
+           one error on every rank; then each file is read by one rank that has it, or another copy if that is damaged;
+           then, if ranks or plan differ, ``optim_redist`` exchanges the state, a little at a time
 
 Nothing is unpickled beyond tensors and plain values (``weights_only=True``).
 """
@@ -131,15 +131,20 @@ def save(
 
 
 @out_of_inference_mode
-def load(path: Path_, model: nn.Module | None, opt: DistOptimizer) -> Any:
+def load(path: Path_, model: nn.Module | None, opt: DistOptimizer, *, verify: bool = True) -> Any:
     """Bring model and optimizer to the saved state, whatever the number of ranks; returns ``extra``. Collective.
 
     Each rank looks into its own ``path``: every file has to be in one of them, and a rank need not have any.
 
+    Args:
+        verify: False trusts the disk: files are not read through for their digests before their contents are taken,
+            so that changed bytes go unnoticed. Names, sizes and all that the manifest says are checked all the same.
+
     Raises:
         CheckpointError: on every rank, before anything is written, with everything that does not fit.
     """
-    return loading.load(_checked(path, model, opt, "nothing was loaded"), model, opt)
+    folder = _checked(path, model, opt, "nothing was loaded", verify)
+    return loading.load(folder, model, opt, verify=verify)
 
 
 def from_nanochat(
@@ -209,7 +214,7 @@ def latest(directory: Path_) -> Path | None:
     return max(complete, key=lambda other: complete[other], default=None)
 
 
-def _checked(path: object, model: object, opt: object, what: str) -> Path:
+def _checked(path: object, model: object, opt: object, what: str, verify: object = True) -> Path:
     """``path``, unless an argument is of a wrong type on any rank, which is an error on all. Collective.
 
     Args:
@@ -224,6 +229,8 @@ def _checked(path: object, model: object, opt: object, what: str) -> Path:
         refused = TypeError(f"path must be that of a checkpoint, got {path!r}")
     elif model is not None and not isinstance(model, nn.Module):
         refused = TypeError(f"model must be a module, or None, got {type(model).__name__}; pass path, model, optimizer")
+    elif not isinstance(verify, bool):
+        refused = TypeError(f"verify must be True or False, got {verify!r}")
     else:
         folder = Path(path)
     if not isinstance(opt, DistOptimizer):  # nor has it other ranks

@@ -1,6 +1,6 @@
 """From the files of a checkpoint into model and optimizer, at any number of ranks.
 
-    1. survey     which rank reads which file, and whether sizes and digests are right
+    1. survey     which rank reads which file, and whether sizes and, unless told otherwise, digests are right
     2. read       what is in the files, and how it differs from model and optimizer
     3. exchange   saved pieces go to the ranks that own them now, a batch at a time
 
@@ -62,8 +62,11 @@ class Contents:
     names: Mapping[str, str]
 
 
-def load(folder: Path, model: nn.Module | None, opt: DistOptimizer) -> Any:
+def load(folder: Path, model: nn.Module | None, opt: DistOptimizer, *, verify: bool) -> Any:
     """Load a checkpoint into an optimizer that is open, and return its ``extra``; collective.
+
+    Args:
+        verify: whether this rank compares digests of the files that it reads.
 
     Raises:
         CheckpointError: on every rank, before anything is written, with everything that does not fit.
@@ -72,7 +75,7 @@ def load(folder: Path, model: nn.Module | None, opt: DistOptimizer) -> Any:
     background.wait_for_last()  # which may be the one to load
     opt.wait()  # gathers in flight would overwrite what is loaded
     problems = Problems(communicator.rank)
-    surveyed = _surveyed(folder, communicator, problems)
+    surveyed = _surveyed(folder, communicator, problems, verify)
     contents: Contents | None = None
     with problems.noted():
         contents = _read_all(folder, surveyed, model, opt, problems)
@@ -86,23 +89,23 @@ def load(folder: Path, model: nn.Module | None, opt: DistOptimizer) -> Any:
     return contents.common["extra"]
 
 
-def _surveyed(folder: Path, communicator: Communicator, problems: Problems) -> Survey:
+def _surveyed(folder: Path, communicator: Communicator, problems: Problems, verify: bool) -> Survey:
     """Which rank reads which file, none of which is damaged unless ``problems`` say so; collective."""
     surveyed = survey(folder, communicator)
     problems.found += surveyed.problems
     damaged: dict[str, list[str]] = {}
     with problems.noted():
         if surveyed.manifest is not None:
-            damaged = _damaged(folder, surveyed.read_by(communicator.rank), surveyed.manifest)
-    surveyed, lost = surveyed.without_damaged(folder, damaged, communicator)
+            damaged = _damaged(folder, surveyed.read_by(communicator.rank), surveyed.manifest, verify)
+    surveyed, lost = surveyed.without_damaged(folder, damaged, communicator, verify)
     problems.found += lost
     return surveyed
 
 
-def _damaged(folder: Path, names: Sequence[str], manifest: Manifest) -> dict[str, list[str]]:
+def _damaged(folder: Path, names: Sequence[str], manifest: Manifest, verify: bool) -> dict[str, list[str]]:
     """What is wrong with damaged files, keyed by name."""
     with ThreadPoolExecutor(NUM_VERIFIED) as pool:
-        found = pool.map(lambda name: manifests.verify_file(folder, name, manifest), names)
+        found = pool.map(lambda name: manifests.verify_file(folder, name, manifest, with_digest=verify), names)
         return {name: faults for name, faults in zip(names, found) if faults}
 
 

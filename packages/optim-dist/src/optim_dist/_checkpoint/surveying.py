@@ -79,12 +79,13 @@ class Survey:
         return io.BytesIO(sent)
 
     def without_damaged(
-        self, folder: Path, faults: Mapping[str, list[str]], communicator: Communicator
+        self, folder: Path, faults: Mapping[str, list[str]], communicator: Communicator, verify: bool
     ) -> tuple[Survey, list[str]]:
         """The survey with another copy in place of each damaged file; collective.
 
         Args:
             faults: what is wrong with the files that this rank was to read, keyed by name.
+            verify: whether this rank compares digests of other copies.
 
         Returns:
             The survey, and what is wrong with files of which no copy is good.
@@ -101,7 +102,7 @@ class Survey:
         others = self._other_copies(folder, names, communicator)
         new_faults_by_rank = communicator.gather_json(
             {
-                name: manifests.verify_file(folder, name, self.manifest)
+                name: manifests.verify_file(folder, name, self.manifest, with_digest=verify)
                 for name, ranks in others.items()
                 if communicator.rank in ranks
             }
