@@ -13,6 +13,8 @@ from dist_cases import Scenarios, device_of, mesh_of
 from dist_loops import Net, assert_same, batch, build, values
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from optim_dist import Options, TritonDistAdamW, TritonDistMuon
 from optim_dist._optimizers import before_building, parameter_checks
@@ -104,6 +106,29 @@ def parameters_of_fsdp1_are_refused(rank, world_size):
         with pytest.raises(ValueError, match=r"0\.0: a parameter of FullyShardedDataParallel.*use fully_shard"):
             TritonDistAdamW(model.parameters())
         assert_same(list(model.parameters()), before)
+
+
+@scenario(2)
+def whole_parameters_that_fsdp2_has_put_in_place_of_cut_ones_are_refused(rank, world_size):
+    """Their gradients go to the cut ones, so that an optimizer would step neither."""
+    mesh = mesh_of(1, 2, names=("data", "tensor"))
+    for are_dtensors in (False, True):
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device_of(rank))
+        if are_dtensors:
+            parallelize_module(net, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fully_shard(net, mesh=mesh["data"] if are_dtensors else mesh["tensor"])
+        optimizer = TritonDistAdamW([("first", net[0].weight)])
+        with torch.no_grad():
+            net(torch.ones(2, 4, device=device_of(rank)))  # FSDP2 cuts the root again only in backward
+        assert isinstance(net[1].weight, DTensor) is are_dtensors
+        words = "a whole parameter that FSDP2 has put in place of a cut one, .* call reshard"
+        with pytest.raises(ValueError, match=rf"1\.weight: {words}"):
+            TritonDistAdamW(net.named_parameters())
+        with pytest.raises(ValueError, match=f"second: {words}"):
+            optimizer.add_param_group({"params": [("second", net[1].weight)]})
+        net.reshard()
+        optimizer.add_param_group({"params": [("second", net[1].weight)]})
+        TritonDistAdamW(net.named_parameters())
 
 
 @scenario(2)

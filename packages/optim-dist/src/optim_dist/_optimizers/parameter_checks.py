@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -22,6 +22,11 @@ from optim_dist.plan import DTYPES
 from optim_dist.sharded import flat_start
 from optim_kernels.multi_tensor import is_dense
 from optim_redist.errors import RedistError
+
+try:
+    from torch.distributed._composable_state import _module_state_mapping as _states  # of modules, by weak references
+except ImportError:  # not public; then whole parameters of FSDP2 are not told from others
+    _states = None  # type: ignore[assignment, unused-ignore]
 
 # where the bits of random rounding would depend on how a parameter is cut
 ROUNDING = (
@@ -73,6 +78,7 @@ def _findings(found: Sequence[Entry], communicator: Communicator, options: Optio
     types = [each for each in map(device_types, options.groups) if each]
     in_memory: list[tuple[str, Tensor]] = []
     names: set[str] = set()
+    wholes = set(map(id, _wholes_of_fsdp()))
     for entry in found:
         name, parameter = entry.name, entry.parameter
         if name in names:
@@ -87,11 +93,28 @@ def _findings(found: Sequence[Entry], communicator: Communicator, options: Optio
                 f"{name}: a parameter of FullyShardedDataParallel, which reduces and cuts gradients itself; pass the "
                 "plain model, or use fully_shard"
             )
+        if id(parameter) in wholes:
+            findings.append(
+                f"{name}: a whole parameter that FSDP2 has put in place of a cut one, to which its gradient goes, as "
+                "after an evaluation; call reshard() of the modules given to fully_shard before you list parameters"
+            )
+            continue
         faults = _tensor_findings(name, parameter, communicator, options, types)
         if not faults and not isinstance(parameter, DTensor):
             in_memory.append((name, parameter))
         findings += faults
     return findings + _overlap_findings(in_memory)
+
+
+def _wholes_of_fsdp() -> Iterator[Tensor]:
+    """The whole parameters that FSDP2 has for its cut ones, of all models of this process."""
+    for reference in [] if _states is None else list(_states.values()):
+        state = reference()
+        # newer torch may have several
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for cut in (cut for group in groups for cut in getattr(group, "fsdp_params", ())):
+            if (whole := getattr(cut, "_unsharded_param", None)) is not None:
+                yield whole
 
 
 def _tensor_findings(
