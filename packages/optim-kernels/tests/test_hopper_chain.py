@@ -34,13 +34,13 @@ from pathlib import Path
 
 import triton
 import triton.language as tl
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from optim_kernels._hopper.chain_kernel import chain_kernel
+from sass import disassembled, unwritten_reads
 
 def block(rows, columns):
     layout = gl.NVMMASharedLayout.get_default_for([1, rows, columns], gl.float16)
@@ -67,9 +67,8 @@ def compiled(panels, ending, parameter, master):
     path.write_text(made.asm["ptx"])
     command = [get_ptxas(90).path, "-arch=sm_90a", "-v", path, "-o", path.with_suffix(".cubin")]
     messages = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    command = [knobs.nvidia.nvdisasm.path, "-c", path.with_suffix(".cubin")]
-    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return messages, made.metadata.shared, code.count("R2UR"), code.count("HGMMA")
+    code = disassembled(path.with_suffix(".cubin"))
+    return messages, made.metadata.shared, code.count("R2UR"), code.count("HGMMA"), unwritten_reads(code)
 
 for variant in json.loads(sys.argv[2]):
     try:
@@ -104,8 +103,8 @@ VARIANTS = [
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, int, int, int] | str]:
-    """Of every variant ptxas's messages, shared memory, moves to uniform registers and products, or why not."""
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, int, int, int, list[str]] | str]:
+    """Of every variant ptxas's messages, shared memory, moves, products, reads without a write; or why there are none."""
     path = tmp_path_factory.mktemp("chain") / "chain.ptx"
     variants = json.dumps([(panels, ending.value, *rest) for panels, ending, *rest in VARIANTS])
     return lines_of(COMPILE, str(path), variants, count=len(VARIANTS))
@@ -117,14 +116,15 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, int, i
 )
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant)))
 def test_the_chain_compiles_for_hopper(
-    variant: tuple[bool, Ending, str, int], compiled: list[tuple[str, int, int, int] | str]
+    variant: tuple[bool, Ending, str, int], compiled: list[tuple[str, int, int, int, list[str]] | str]
 ) -> None:
     """Within its shared memory, little spilled, products wait neither for one another nor for their own addresses."""
     found = compiled[VARIANTS.index(variant)]
     assert not isinstance(found, str), found[-3000:]
-    messages, shared, moves, products = found
+    messages, shared, moves, products, unwritten = found
     assert shared <= 232_448  # bytes that a program on Hopper may have
     assert "serialized" not in messages
+    assert unwritten == []
     # addresses of operands stay in uniform registers: four moves a product where ptxas sees warps part (`pairs.rank`)
     assert moves < products
     # by ptxas as it is: the level of register allocation that Triton 3.9 asks for spills up to 280 bytes
