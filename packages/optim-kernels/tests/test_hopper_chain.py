@@ -104,7 +104,7 @@ VARIANTS = [
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, int, int, int, list[str]] | str]:
-    """Of every variant ptxas's messages, shared memory, moves, products, reads without a write; or why there are none."""
+    """Of every variant ptxas's messages, shared memory, moves, products, reads of nothing; or why there are none."""
     path = tmp_path_factory.mktemp("chain") / "chain.ptx"
     variants = json.dumps([(panels, ending.value, *rest) for panels, ending, *rest in VARIANTS])
     return lines_of(COMPILE, str(path), variants, count=len(VARIANTS))

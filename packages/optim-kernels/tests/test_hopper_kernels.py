@@ -132,7 +132,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int, int, bool, list[str], str] | str]:
-    """Of every kind memory, warps, products, whether K is free, reads without a write, ptxas's messages; or why none."""
+    """Of every kind memory, warps, products, whether K is free, reads of nothing, ptxas's messages; or why none."""
     path = tmp_path_factory.mktemp("hopper") / "kernel.ptx"
     return dict(zip(KINDS, lines_of(COMPILE, str(path), *KINDS, count=len(KINDS)), strict=True))
 
