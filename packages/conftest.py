@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
         "pytest",
         "hypothesis",
         "optim_utils.testing",
-        "optim_kernels.functional.muon_plan",
+        "optim_kernels.functional._muon_batch_plan",
         *(f"optim_redist.{name}" for name in ("redistribution", "many", "repeated", "verification")),
         "optim_dist",
         "quick.ranks",

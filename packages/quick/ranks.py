@@ -10,7 +10,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from quick import interpreter
 
-for name in ("optim_kernels.adamw_kernels", "optim_kernels.functional.muon_plan", "triton.experimental.gluon"):
+for name in ("optim_kernels.adamw_kernels", "optim_kernels.functional._muon_batch_plan", "triton.experimental.gluon"):
     import_module(name)
 interpreter.install()
 for module in [module for name, module in sys.modules.items() if name.startswith("optim_kernels.")]:

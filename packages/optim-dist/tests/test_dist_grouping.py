@@ -22,7 +22,7 @@ from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.shards import Item, StepContext, make_shard
 from optim_dist._reduction.joined import Joined, alike
 from optim_kernels.functional import new_second_moment
-from optim_kernels.functional.muon_plan import MuonPlan
+from optim_kernels.functional._muon_batch_plan import MuonBatchPlan
 from optim_kernels.muon_groups import MuonPlanner, init_state, muon_defaults
 from optim_utils.param_groups import MatrixView
 from optim_utils.testing import run_ranks
@@ -232,7 +232,7 @@ class Runs:
 @contextmanager
 def counted():
     """Plans are run on GPUs only: the interpreter takes seconds, and numbers are looked at elsewhere."""
-    runs, make, run = Runs(launches=[]), MuonPlan.__init__, MuonPlan.run
+    runs, make, run = Runs(launches=[]), MuonBatchPlan.__init__, MuonBatchPlan.run
 
     def making(plan, *arguments, **options):
         runs.made += 1
@@ -243,11 +243,11 @@ def counted():
         if torch.cuda.is_available():
             run(plan, *arguments, **options)
 
-    MuonPlan.__init__, MuonPlan.run = making, running
+    MuonBatchPlan.__init__, MuonBatchPlan.run = making, running
     try:
         yield runs
     finally:
-        MuonPlan.__init__, MuonPlan.run = make, run
+        MuonBatchPlan.__init__, MuonBatchPlan.run = make, run
 
 
 SIZES = ((8, 8), (4, 12))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from optim_kernels import TritonMuon, TritonMuonAdamW
-from optim_kernels.functional import muon_, muon_plan
+from optim_kernels.functional import _muon_batch_plan, muon_
 from optim_kernels.orthogonalization import NSConfig
 from optim_kernels.reference.muon import MuonRule
 from optim_utils.param_groups import MatrixView
@@ -412,9 +412,13 @@ def test_steps_are_counted_whatever_their_dtype_was(impl: str, cast: Any, is_loa
 
 def test_a_plan_refuses_step_counts_that_are_not_fp32() -> None:
     p = parameter(8, 12, dtype=torch.bfloat16)
-    tensors = muon_plan.MuonTensors(p.detach(), p.detach(), p.detach().clone(), step=torch.tensor(2, device=DEVICE))
+    tensors = _muon_batch_plan.MuonTensors(
+        p.detach(), p.detach(), p.detach().clone(), step=torch.tensor(2, device=DEVICE)
+    )
     with pytest.raises(ValueError, match=r"steps\[0\] must be one fp32 number, got torch.int64 of shape \(\)"):
-        muon_plan.MuonPlan([tensors], rule=MuonRule(), ns=NSConfig(), variance=False, stochastic_rounding=True)
+        _muon_batch_plan.MuonBatchPlan(
+            [tensors], rule=MuonRule(), ns=NSConfig(), variance=False, stochastic_rounding=True
+        )
 
 
 @IMPLS
@@ -738,7 +742,7 @@ def test_plans_that_graphs_read_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     params = [parameter(8, 12), parameter(8, 12)]
     optimizer = muon(params, "triton")
     with monkeypatch.context() as capture:
-        capture.setattr(muon_plan, "is_capturing", lambda _: True)
+        capture.setattr(_muon_batch_plan, "is_capturing", lambda _: True)
         steps(optimizer)
     plans = [weakref.ref(plan) for plan in optimizer.plans()]
     group = optimizer.param_groups[0]

@@ -26,10 +26,10 @@ from optim_kernels._newton_schulz import chain as hopper_chain
 from optim_kernels._newton_schulz import tile_choice, triton_products
 from optim_kernels._newton_schulz.iterations import iterate
 from optim_kernels._newton_schulz.tiles import Tile, general_tile, symmetric_tile
+from optim_kernels.functional import _muon_batch_plan
 from optim_kernels.functional import _muon_tables as tables_of_a_plan
-from optim_kernels.functional import muon_plan
+from optim_kernels.functional._muon_batch_plan import MuonBatchPlan
 from optim_kernels.functional._muon_tables import families_of
-from optim_kernels.functional.muon_plan import MuonPlan
 
 SMS = 132
 
@@ -173,7 +173,7 @@ def test_tiles_that_are_none_are_refused() -> None:
         with pytest.raises(ValueError, match="spare must be a number of multiprocessors, 0 or more, got"):
             MuonPlanner(spare=spare)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tiles must be one of"):
-        MuonPlan([], rule=None, ns=None, variance=False, tiles=None)  # type: ignore[arg-type]
+        MuonBatchPlan([], rule=None, ns=None, variance=False, tiles=None)  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
@@ -273,7 +273,7 @@ def seemingly_on_a_gpu(
     (plan,) = planner.plans
     monkeypatch.setattr(plan, "_device", gpu)
     monkeypatch.setattr(Graph, "replayed", [])
-    monkeypatch.setattr(muon_plan, "side_stream", lambda device: SimpleNamespace(device=device), raising=False)
+    monkeypatch.setattr(_muon_batch_plan, "side_stream", lambda device: SimpleNamespace(device=device), raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: gpu.index)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)

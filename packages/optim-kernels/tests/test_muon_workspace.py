@@ -21,8 +21,8 @@ from optim_kernels.muon_groups import MuonPlanner, ns_config_of
 
 pytest.importorskip("triton")
 from optim_kernels._newton_schulz.int8_start import nbytes_of_first_step
+from optim_kernels.functional._muon_batch_plan import MuonBatchPlan, MuonTensors, workspace_of
 from optim_kernels.functional._muon_workspace import nbytes_of_factors, nbytes_of_x
-from optim_kernels.functional.muon_plan import MuonPlan, MuonTensors, workspace_of
 from optim_kernels.reference.muon import MuonRule
 
 SHAPES = ((16, 40), (40, 16), (24, 24), (16, 40), (24, 24), (8, 16))
@@ -62,7 +62,7 @@ def room_of(optimizer: TritonMuon | TritonMuonAdamW) -> Tensor:
     return room
 
 
-def rooms_of(plans: Iterable[MuonPlan]) -> set[int]:
+def rooms_of(plans: Iterable[MuonBatchPlan]) -> set[int]:
     """Where all X of plans are."""
     batches = [batch for plan in plans for family in plan._launches._families for batch in family]
     return {x.untyped_storage().data_ptr() for batch in batches for x in (batch.x, batch.other)}
@@ -172,7 +172,7 @@ def test_long_matrices_of_a_chain_take_one_x(
     monkeypatch: pytest.MonkeyPatch, variance: bool, stochastic_rounding: bool, num_x: int
 ) -> None:
     """Unless the last one is stored, as it is for all of a plan if one of them needs it."""
-    monkeypatch.setattr("optim_kernels.functional.muon_plan.needs_step_chain", lambda m, n, *_: n > 2 * m)
+    monkeypatch.setattr("optim_kernels.functional._muon_batch_plan.needs_step_chain", lambda m, n, *_: n > 2 * m)
     of_step = {"variance": variance, "stochastic_rounding": stochastic_rounding}
 
     def num_x_of(*shapes: tuple[int, int]) -> list[float]:

@@ -18,8 +18,8 @@ from optim_kernels._newton_schulz import chain as hopper_chain
 from optim_kernels._newton_schulz.chain_jobs import Ending
 from optim_kernels.functional import _muon_launches as launches_of_a_plan
 from optim_kernels.functional import _muon_tables as tables_of_a_plan
+from optim_kernels.functional._muon_batch_plan import MuonBatchPlan, MuonTensors
 from optim_kernels.functional._muon_tables import PANEL, ChainedBatches, MuonTables, num_rectangular
-from optim_kernels.functional.muon_plan import MuonPlan, MuonTensors
 
 
 class ChainInTorch:
@@ -138,7 +138,7 @@ MODELS = {
 }
 
 
-def plan_on_an_h200(shapes: list[tuple[int, int]], variant: str, monkeypatch: pytest.MonkeyPatch) -> MuonPlan:
+def plan_on_an_h200(shapes: list[tuple[int, int]], variant: str, monkeypatch: pytest.MonkeyPatch) -> MuonBatchPlan:
     """The plan of bf16 parameters as on that GPU, whose tables are made without memory."""
     monkeypatch.setattr(hopper_chain, "has_gluon", lambda _: True)
     monkeypatch.setattr(hopper_chain, "num_multiprocessors", lambda _: 132)
@@ -150,7 +150,7 @@ def plan_on_an_h200(shapes: list[tuple[int, int]], variant: str, monkeypatch: py
         moment = torch.empty(max(shape), device="meta") if group["beta2"] is not None else None
         tensors.append(MuonTensors(p, grad, buffer, moment))
     ns = replace(ns_config_of(group), dtype=torch.float16)
-    return MuonPlan(tensors, rule=rule_of(group), ns=ns, variance=group["beta2"] is not None)
+    return MuonBatchPlan(tensors, rule=rule_of(group), ns=ns, variance=group["beta2"] is not None)
 
 
 def takes_step_chain_on_a_gpu(
@@ -201,4 +201,4 @@ def test_a_plan_refuses_tensors_of_another_shape(which: str) -> None:
     )
     (group,) = TritonMuon([nn.Parameter(p)]).param_groups
     with pytest.raises(ValueError, match=rf"{which}\[0\] must have the shape of params\[0\], \(8, 32\), got \(4, 32\)"):
-        MuonPlan([tensors], rule=rule_of(group), ns=ns_config_of(group), variance=False)
+        MuonBatchPlan([tensors], rule=rule_of(group), ns=ns_config_of(group), variance=False)

@@ -20,7 +20,7 @@ from optim_kernels.functional._muon_workspace import workspace_for
 from optim_utils.param_groups import MatrixView
 
 if TYPE_CHECKING:
-    from optim_kernels.functional.muon_plan import MuonPlan
+    from optim_kernels.functional._muon_batch_plan import MuonBatchPlan
 
 
 class MuonOptimizer(PrivateState, Optimizer):
@@ -61,7 +61,7 @@ class MuonOptimizer(PrivateState, Optimizer):
         kept = {key: value for key, value in super().__getstate__().items() if key != "_planner"}
         return {**kept, "_ns_workspace_mb": self._ns_workspace_mb}
 
-    def plans(self) -> list[MuonPlan]:
+    def plans(self) -> list[MuonBatchPlan]:
         """The grouped launches that the latest steps used; empty where plain torch does all."""
         return self._planner.plans
 

@@ -17,7 +17,7 @@ from optim_kernels._optimizers.muon_options import ns_config_of, rule_of
 from optim_kernels._optimizers.storage import master_of
 
 if TYPE_CHECKING:
-    from optim_kernels.functional.muon_plan import MuonTensors
+    from optim_kernels.functional._muon_batch_plan import MuonTensors
 
 Options = tuple[Hashable, ...]
 # Options, dtypes and device; then alignment with tiles="shape", and the part's number with a workspace.
@@ -48,7 +48,7 @@ class Batch:
 
     def parts(self, limit: int) -> list[Batch]:
         """The batch in parts of ``limit`` bytes of a workspace at most, or of one parameter; like matrices together."""
-        from optim_kernels.functional.muon_plan import workspace_of
+        from optim_kernels.functional._muon_batch_plan import workspace_of
 
         of_x, of_factors = zip(*workspace_of(self.tensors, **step_options_of(self.groups[0])))
         sizes = [sum(both) for both in zip(of_x, of_factors)]
@@ -101,7 +101,7 @@ def _key_of(options: Options, entry: MuonEntry, tensors: MuonTensors, tiles: Til
     dtypes = (entry.param.dtype, entry.grad.dtype, tensors.momentum_buffer.dtype, master)
     key: Key = (options, dtypes, entry.param.device)
     if tiles == "shape":
-        from optim_kernels.functional.muon_plan import alignment_of
+        from optim_kernels.functional._muon_batch_plan import alignment_of
 
         # a plan is aligned only if all its parameters are
         key += alignment_of(tensors)
@@ -125,7 +125,7 @@ def _tensors_or_reason(entry: MuonEntry, group: Mapping[str, Any], ns: NSConfig)
     if reason is not None:
         return reason
     # needs Triton
-    from optim_kernels.functional.muon_plan import MuonTensors, why_not_plan
+    from optim_kernels.functional._muon_batch_plan import MuonTensors, why_not_plan
 
     state = entry.state
     tensors = MuonTensors(

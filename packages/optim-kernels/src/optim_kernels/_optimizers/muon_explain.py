@@ -13,12 +13,12 @@ from optim_kernels._optimizers.muon_entries import explained_entry
 from optim_kernels._optimizers.muon_options import ns_config_of, view_of
 
 if TYPE_CHECKING:
-    from optim_kernels.functional.muon_plan import MuonPlan
+    from optim_kernels.functional._muon_batch_plan import MuonBatchPlan
 
 HEADER = ("parameter", "shape", "matrices", "method", "path", "reason", "tiles", "Gflop")
 
 
-def tiles_of(plans: Sequence[MuonPlan]) -> dict[int, str]:
+def tiles_of(plans: Sequence[MuonBatchPlan]) -> dict[int, str]:
     """The tiles of every parameter that grouped launches update, keyed by the parameter's id."""
     return {param: words for plan in plans for param, words in plan.tiles.items()}
 

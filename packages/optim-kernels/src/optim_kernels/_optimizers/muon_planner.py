@@ -28,8 +28,8 @@ from optim_kernels._optimizers.muon_steady import Groups, KnownOptions, State, S
 from optim_kernels.reference.storage import gradient_scale
 
 if TYPE_CHECKING:
+    from optim_kernels.functional._muon_batch_plan import MuonBatchPlan
     from optim_kernels.functional._muon_workspace import Workspace
-    from optim_kernels.functional.muon_plan import MuonPlan
 
 
 class MuonPlanner:
@@ -51,15 +51,15 @@ class MuonPlanner:
         if isinstance(spare, bool) or not isinstance(spare, int) or spare < 0:
             raise ValueError(f"spare must be a number of multiprocessors, 0 or more, got {spare!r}")
         self._tiles, self._spare, self._workspace = tiles, spare, workspace
-        self._plans: dict[Key, MuonPlan] = {}
+        self._plans: dict[Key, MuonBatchPlan] = {}
         self._groups: dict[Key, list[Mapping[str, Any]]] = {}
         # plans that graphs read, of other tensors than those of the latest step with the same key
-        self._captured: dict[Key, list[MuonPlan]] = {}
-        self._latest: list[MuonPlan] = []
+        self._captured: dict[Key, list[MuonBatchPlan]] = {}
+        self._latest: list[MuonBatchPlan] = []
         # why plain torch did parts of the latest `step`
         self.fallbacks: list[str] = []
         # what `again` runs; only if plans did all of the latest step, and read the gradients where they are
-        self._done: list[tuple[MuonPlan, Groups]] | None = None
+        self._done: list[tuple[MuonBatchPlan, Groups]] | None = None
         self._options = KnownOptions([])
         self._steady: SteadyStep | None = None
         if workspace is not None:
@@ -152,7 +152,7 @@ class MuonPlanner:
         self._plans, self._groups, self._latest, self._steady, self._done = {}, {}, [], None, None
 
     @property
-    def plans(self) -> list[MuonPlan]:
+    def plans(self) -> list[MuonBatchPlan]:
         """The plans of the latest step."""
         return self._latest
 
@@ -181,8 +181,8 @@ class MuonPlanner:
         self._put_aside(key)
         del self._plans[key], self._groups[key]
 
-    def _plan_for(self, key: Key, batch: Batch) -> MuonPlan:
-        from optim_kernels.functional.muon_plan import MuonPlan
+    def _plan_for(self, key: Key, batch: Batch) -> MuonBatchPlan:
+        from optim_kernels.functional._muon_batch_plan import MuonBatchPlan
 
         addresses = tuple(t.address_key() for t in batch.tensors)
         plan = self._plans.get(key)
@@ -193,7 +193,7 @@ class MuonPlanner:
             plan = next((each for each in self._captured.get(key, []) if each.address_key == addresses), None)
         if plan is None:
             group = batch.groups[0]
-            plan = MuonPlan(
+            plan = MuonBatchPlan(
                 batch.tensors,
                 **step_options_of(group),
                 num_groups=len(batch.groups),

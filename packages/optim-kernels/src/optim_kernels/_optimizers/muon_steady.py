@@ -19,7 +19,7 @@ from optim_kernels._optimizers.private_state import KnownStates
 from optim_kernels.multi_tensor import KnownAddresses, KnownKinds
 
 if TYPE_CHECKING:
-    from optim_kernels.functional.muon_plan import MuonPlan
+    from optim_kernels.functional._muon_batch_plan import MuonBatchPlan
 
 _options = itemgetter(*(key for key in DEFAULTS if key not in HYPERPARAMETERS))
 _grad = attrgetter("grad")
@@ -54,7 +54,7 @@ class SteadyStep:
         self,
         groups: Groups,
         state: State,
-        batches: Sequence[tuple[MuonPlan, Groups, Sequence[MuonEntry]]],
+        batches: Sequence[tuple[MuonBatchPlan, Groups, Sequence[MuonEntry]]],
     ) -> None:
         self._groups = list(groups)
         self._options = KnownOptions(groups)

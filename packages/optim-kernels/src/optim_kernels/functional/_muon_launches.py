@@ -1,4 +1,4 @@
-"""The launches of a Muon step, in order; `muon_plan` says when they run."""
+"""The launches of a Muon step, in order; a `MuonBatchPlan` says when they run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The Muon step over lists of tensors, one after another: plain torch around `newton_schulz`, which has the kernels.
 
 The formulas are those of `optim_kernels.reference.muon`; parameters are read as matrices through `MatrixView`s.
-Tensors may be views into flat buffers. The whole step of many matrices in a few grouped launches is `muon_plan`.
+Tensors may be views into flat buffers. The whole step of many matrices in a few grouped launches is `_muon_batch_plan`.
 """
 
 from __future__ import annotations

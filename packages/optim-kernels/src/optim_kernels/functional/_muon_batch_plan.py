@@ -46,10 +46,10 @@ from optim_kernels.functional._muon_workspace import Workspace, nbytes_of_factor
 from optim_kernels.multi_tensor import ALIGNMENT, is_capturing
 from optim_kernels.reference.muon import MuonRule
 
-__all__ = ["MuonPlan", "MuonTensors", "alignment_of", "why_not_plan", "workspace_of"]
+__all__ = ["MuonBatchPlan", "MuonTensors", "alignment_of", "why_not_plan", "workspace_of"]
 
 
-class MuonPlan:
+class MuonBatchPlan:
     """Tables, buffers and the recorded launches of a Muon step on a fixed list of parameters.
 
     Args:
