@@ -23,13 +23,13 @@ from optim_utils.testing import run_ranks
 def uploads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of each table that is uploaded."""
     seen: list[int] = []
-    upload = multi_tensor._upload
+    upload = multi_tensor.upload
 
     def count(content: bytes, on_device: Tensor) -> None:
         seen.append(len(content))
         upload(content, on_device)
 
-    monkeypatch.setattr(multi_tensor, "_upload", count)
+    monkeypatch.setattr(multi_tensor, "upload", count)
     return seen
 
 
@@ -74,7 +74,7 @@ def test_a_step_that_failed_is_not_taken_for_done(
     shapes: Any, max_norm: float | None, back: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever upload it is that fails, the next step knows what is on the device, with old gradients and with new."""
-    upload, countdown = multi_tensor._upload, [0]
+    upload, countdown = multi_tensor.upload, [0]
 
     def fail_once(content: bytes, on_device: Tensor) -> None:
         countdown[0] -= 1
@@ -82,7 +82,7 @@ def test_a_step_that_failed_is_not_taken_for_done(
             raise MemoryError("no pinned memory")
         upload(content, on_device)
 
-    monkeypatch.setattr(multi_tensor, "_upload", fail_once)
+    monkeypatch.setattr(multi_tensor, "upload", fail_once)
     num_failures = 0
     for failing in range(1, 8):
         countdown[0] = 0

@@ -1,4 +1,4 @@
-"""adamw_ with one plan, and muon_, in call after call on lists whose tensors change, beside the reference.
+"""adamw_ and muon_, each with one plan, in call after call on lists whose tensors change, beside the reference.
 
 A plan keeps what it has put on the device: every call has to work on the tensors that it is given, as they are now.
 """
@@ -16,7 +16,7 @@ from random_tensors import DEVICE, laid_out, random
 from torch import Tensor
 
 from optim_kernels import NSConfig, reference
-from optim_kernels.functional import AdamWPlan, adamw_, muon_
+from optim_kernels.functional import AdamWPlan, MuonPlan, adamw_, muon_
 from optim_kernels.functional.muon import new_second_moment
 
 pytest.importorskip("triton")
@@ -150,10 +150,11 @@ class Adam(RuleBasedStateMachine):
 
 
 class Muon(RuleBasedStateMachine):
-    """Plain torch and the products' kernels, beside the reference in fp64."""
+    """Plain torch, the products' kernels and one plan, beside the reference in fp64."""
 
     @initialize(first=st.lists(st.sampled_from(MATRICES), min_size=1, max_size=3), seed=seeds, variance=st.booleans())
     def build(self, first: list[tuple[int, ...]], seed: int, variance: bool) -> None:
+        self.plan = MuonPlan()
         self.params = [random(shape, seed + i) for i, shape in enumerate(first)]
         self.buffers = [torch.zeros_like(p) for p in self.params]
         self.moments = [new_second_moment(p) for p in self.params] if variance else None
@@ -179,6 +180,7 @@ class Muon(RuleBasedStateMachine):
         seed=seeds,
         layout=st.sampled_from(["plain", "transposed", "gaps", "expanded"]),
         impl=st.sampled_from(["torch", "triton"]),
+        with_plan=st.booleans(),
         lr=learning_rates,
         flags=st.fixed_dictionaries(
             {name: st.booleans() for name in ("nesterov", "row_equilibrate", "renormalize", "cautious", "maximize")}
@@ -188,8 +190,9 @@ class Muon(RuleBasedStateMachine):
         tensors=st.booleans(),
     )
     def step(
-        self, seed: int, layout: str, impl: Any, lr: float, flags: Any, scale: Any, found_inf: Any, tensors: bool
+        self, seed: int, layout: str, impl: Any, lr: float, flags: Any, scale: Any, tensors: bool, **drawn: Any
     ) -> None:
+        found_inf = drawn["found_inf"]
         grads = [laid_out(random(p.shape, seed + i), layout) for i, p in enumerate(self.params)]
         exact = [[x.double().contiguous() for x in each] for each in (self.params, grads, self.buffers)]
         moments = None if self.moments is None else [x.double() for x in self.moments]
@@ -206,9 +209,10 @@ class Muon(RuleBasedStateMachine):
         }
         before = [grad.clone() for grad in grads]
         config = NSConfig(steps=2, dtype=torch.float32)
-        muon_(self.params, grads, self.buffers, second_moments=self.moments, ns=config, impl=impl, **options)
+        options |= {"second_moments": self.moments, "ns": config, "impl": impl}
+        muon_(self.params, grads, self.buffers, plan=self.plan if drawn["with_plan"] else None, **options)
         wide = NSConfig(steps=2, dtype=torch.float64)
-        muon_(*exact, second_moments=moments, ns=wide, impl="torch", **options)
+        muon_(*exact, **{**options, "second_moments": moments, "ns": wide, "impl": "torch"})
         assert all(map(torch.equal, grads, before))
         for ours, theirs in zip(self.buffers, exact[2], strict=True):
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)

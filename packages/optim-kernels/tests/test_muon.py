@@ -419,6 +419,16 @@ def test_groups_of_one_seed_round_by_bits_of_their_own() -> None:
             {"masters": [torch.ones(4, 6, dtype=torch.int16)]},
             r"masters\[0\] must be torch.float32, .* but is torch.int16",
         ),
+        ({"masters": [0.5]}, r"masters\[0\] must be a tensor or None, got 0.5"),
+        (
+            {"second_moments": [torch.zeros(3, 2).t()]},
+            r"second_moments\[0\], .* on cpu, must be contiguous; give its",
+        ),
+        (
+            {"second_moments": [torch.zeros(6, device="meta")]},
+            r"second_moments\[0\] must be where grads\[0\] is",
+        ),
+        ({"steps": [torch.ones(2).int()]}, r"steps\[0\] must be an int, got tensor"),
         ({"grads": [torch.ones(4, 6, dtype=torch.complex64)]}, r"grads\[0\] must be of a real floating dtype"),
         ({"views": [MatrixView.identity((6, 4))]}, r"views\[0\] is of shape \(6, 4\), grads\[0\] \(4, 6\)"),
         ({"views": ["all"]}, r"views\[0\] must be a MatrixView or None, got 'all'"),
@@ -439,6 +449,25 @@ def test_what_does_not_fit_is_refused_before_anything_moves(change: dict[str, An
         muon_([p], **arguments)
     assert torch.equal(p, torch.ones(4, 6))
     assert not buffer.any()
+
+
+@pytest.mark.parametrize("which", ["params", "momentum_buffers", "masters"])
+def test_a_layout_that_allows_no_matrices_is_found_before_anything_moves(which: str) -> None:
+    lists = {
+        "params": [torch.ones(2, 3, 2, 2, dtype=torch.bfloat16)],
+        "momentum_buffers": [torch.zeros(2, 3, 2, 2)],
+        "masters": [torch.ones(2, 3, 2, 2)],
+    }
+    lists[which][0] = lists[which][0].to(memory_format=torch.channels_last)
+    before = {name: each[0].clone() for name, each in lists.items()}
+    view, grads = MatrixView(shape=(2, 3, 2, 2), matrix_shape=(2, 12)), [torch.ones(2, 3, 2, 2)]
+    with pytest.raises(ValueError, match=rf"{which}\[0\] cannot be read as matrices: .* strides \(12, 1, 6, 3\)"):
+        muon_(**lists, grads=grads, lr=0.1, views=[view])
+    if which != "momentum_buffers":
+        of_params = {name: lists[name] for name in ("params", "masters")}
+        with pytest.raises(ValueError, match=rf"{which}\[0\] cannot be read as matrices"):
+            apply_muon_update_(**of_params, updates=grads, lr=0.1, views=[view])
+    assert all(torch.equal(each[0], before[name]) for name, each in lists.items())
 
 
 def test_the_halves_of_a_step_refuse_what_does_not_fit() -> None:

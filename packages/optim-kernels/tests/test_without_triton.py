@@ -30,6 +30,7 @@ moment = torch.zeros(4, 4)
 functional.adamw_([p], [p.grad], [moment], [moment.clone()], steps=torch.zeros(()), lr=0.1, betas=(0.9, 0.9), eps=1e-8,
                   weight_decay=0.0)
 functional.muon_([p], [p.grad], [moment], lr=0.1)
+functional.muon_([p], [p.grad], [moment], lr=0.1, plan=functional.MuonPlan.build([p], [p.grad], [moment]))
 functional.sum_slices(torch.ones(2, 3), torch.empty(3))
 kernels.newton_schulz(p).sum().backward()
 kernels.clip_grad_norm_([p, q], 1.0)

@@ -81,6 +81,15 @@ def why_not_products(device: torch.device) -> str | None:
     return f"its GPU has compute capability {_words(capability)}, and products need the bulk copy engine of 9.0"
 
 
+def why_not_grouped_on(impl: Impl, device: torch.device) -> str | None:
+    """What keeps Muon's grouped launches from ``device``, or leaves it to others; ``None`` where they are taken."""
+    if impl == "torch":
+        return "impl='torch'"
+    if impl == "auto" and device.type != "cuda":
+        return f"it is on {device.type}"
+    return why_not_on(device) or (why_not_products(device) if impl == "auto" else None)
+
+
 def _words(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 

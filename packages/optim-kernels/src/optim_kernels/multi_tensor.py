@@ -87,7 +87,7 @@ class ChunkMap(NamedTuple):
                 counts[i] += len(words[-1])
         content = torch.cat(words)
         on_device = torch.empty(len(content), dtype=torch.int64, device=device)
-        _upload(content.numpy().tobytes(), on_device)
+        upload(content.numpy().tobytes(), on_device)
         return cls(on_device, num_full, len(content), counts)
 
 
@@ -99,7 +99,7 @@ def _words(tensor: int, start: int, stop: int, size: int) -> Tensor:
     return (tensor << TENSOR_SHIFT) + ((sizes + UNIT - 1) // UNIT << SIZE_SHIFT) + starts // UNIT
 
 
-def _upload(content: bytes, on_device: Tensor) -> None:
+def upload(content: bytes, on_device: Tensor) -> None:
     """Fill a tensor without waiting, from pinned memory, which a graph capture needs too."""
     if not on_device.is_cuda:
         ctypes.memmove(on_device.data_ptr(), content, len(content))
@@ -164,7 +164,7 @@ class DeviceTable:
         capturing = is_capturing(self._device)
         is_new = capturing or self._captured or 8 * self.words.numel() != len(content)
         words = _empty_words(len(content) // 8, self._device) if is_new else self.words
-        _upload(content, words)
+        upload(content, words)
         if is_new:
             self.words, self._captured = words, capturing
         if not capturing:

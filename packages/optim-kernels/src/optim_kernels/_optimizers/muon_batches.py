@@ -9,7 +9,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from optim_kernels._impl import why_not_on, why_not_products
+from optim_kernels._impl import why_not_grouped_on
 from optim_kernels._newton_schulz.config import NSConfig, Tiles
 from optim_kernels._newton_schulz.tiles import cdiv
 from optim_kernels._optimizers.muon_entries import MuonEntry
@@ -88,24 +88,11 @@ def sorted_entries(
                 rest.append(entry)
                 reasons.append(found)
             else:
-                key = _key_of(options, entry, found, tiles)
+                key = (options, *found.kind(tiles))
                 batches.setdefault(key, Batch([], [], [])).add(group, entry, found)
         if rest:
             others.append((group, rest))
     return batches, others, reasons
-
-
-def _key_of(options: Options, entry: MuonEntry, tensors: MuonTensors, tiles: Tiles) -> Key:
-    """What parameters of one batch have in common: rule, orthogonalization, dtypes and device."""
-    master = None if tensors.master is None else tensors.master.dtype
-    dtypes = (entry.param.dtype, entry.grad.dtype, tensors.momentum_buffer.dtype, master)
-    key: Key = (options, dtypes, entry.param.device)
-    if tiles == "shape":
-        from optim_kernels.functional._muon_batch_plan import alignment_of
-
-        # a plan is aligned only if all its parameters are
-        key += alignment_of(tensors)
-    return key
 
 
 def why_not_grouped(entry: MuonEntry, group: Mapping[str, Any]) -> str | None:
@@ -116,12 +103,7 @@ def why_not_grouped(entry: MuonEntry, group: Mapping[str, Any]) -> str | None:
 
 def _tensors_or_reason(entry: MuonEntry, group: Mapping[str, Any], ns: NSConfig) -> MuonTensors | str:
     """The tensors that grouped launches need to update a parameter, or the reason why they cannot."""
-    if group["impl"] == "torch":
-        return "impl='torch'"
-    device = entry.param.device
-    if group["impl"] == "auto" and device.type != "cuda":
-        return f"it is on {device.type}"
-    reason = why_not_on(device) or (why_not_products(device) if group["impl"] == "auto" else None)
+    reason = why_not_grouped_on(group["impl"], entry.param.device)
     if reason is not None:
         return reason
     # needs Triton

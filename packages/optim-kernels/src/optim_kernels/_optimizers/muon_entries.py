@@ -21,7 +21,8 @@ from optim_kernels._optimizers.storage import (
     missing_master,
     new_count,
 )
-from optim_kernels.functional.muon import check_kernels, muon_, new_second_moment, num_second_moments
+from optim_kernels.functional._muon_checks import check_kernels, num_second_moments
+from optim_kernels.functional.muon import muon_, new_second_moment
 from optim_kernels.multi_tensor import is_capturing
 from optim_utils.param_groups import MatrixView
 

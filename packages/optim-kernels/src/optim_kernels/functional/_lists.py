@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
+from operator import is_
 from typing import Any
 
 import torch
@@ -39,15 +40,20 @@ def check_whole(**lists: Sequence[Any] | None) -> None:
     """Raise ``ValueError`` unless each number is whole: an int, or an integer tensor."""
     for name, each in lists.items():
         for i, number in enumerate(each or ()):
-            is_whole = isinstance(number, Tensor) and not (number.is_floating_point() or number.is_complex())
+            of_floats = isinstance(number, Tensor) and (number.is_floating_point() or number.is_complex())
+            is_whole = isinstance(number, Tensor) and number.numel() == 1 and not of_floats
             if not is_whole and not isinstance(number, Integral):
                 raise ValueError(f"{name}[{i}] must be an int, got {number!r}")
 
 
 def check_masters(params: Sequence[Tensor], masters: Sequence[Tensor | None] | None) -> None:
-    """Raise ``ValueError`` for a master that is neither fp32 nor the int16 that completes a bf16 parameter."""
+    """Raise for a master that is neither fp32 nor the int16 that completes a bf16 parameter."""
     for i, (p, master) in enumerate(zip(params, masters or ())):
-        if master is None or master.dtype == torch.float32:
+        if master is None:
+            continue
+        if not isinstance(master, Tensor):
+            raise TypeError(f"masters[{i}] must be a tensor or None, got {master!r}")
+        if master.dtype == torch.float32:
             continue
         if master.dtype != torch.int16 or p.dtype != torch.bfloat16:
             raise ValueError(
@@ -121,6 +127,13 @@ def called(kind: str, place: int, name: str | None) -> str:
     if name is None:
         return f"{kind}[{place}]"
     return name if kind == "params" else f"{kind.removesuffix('s')} of {name}"
+
+
+def are_same(lists: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -> bool:
+    """Whether the lists hold the same objects."""
+    return len(lists) == len(others) and all(
+        len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(lists, others, strict=True)
+    )
 
 
 def description(tensor: Tensor) -> str:

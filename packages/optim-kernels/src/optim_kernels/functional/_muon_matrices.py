@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -15,7 +15,7 @@ from torch import Tensor
 from optim_kernels._dtensors import is_wrapper
 from optim_kernels._impl import KERNEL_DTYPES, why_not_on
 from optim_kernels._kernels import muon_table as fields
-from optim_kernels._newton_schulz.config import NSConfig
+from optim_kernels._newton_schulz.config import NSConfig, Tiles
 from optim_kernels._newton_schulz.tiles import cdiv
 from optim_kernels.functional._lists import called
 from optim_kernels.reference.muon import MuonRule, lr_scale
@@ -34,6 +34,7 @@ class MuonTensors:
         place, seed: with stochastic rounding, the parameter's number and the seed, which choose the bits.
         group: the row of hyperparameters that is used.
         name: what errors call the parameter.
+        number: its place in the caller's list, by which errors call it if it has no name; by default that in the plan.
     """
 
     param: Tensor
@@ -47,10 +48,18 @@ class MuonTensors:
     place: int = 0
     seed: int = 0
     name: str | None = None
+    number: int | None = None
 
     def called(self, kind: str, number: int) -> str:
         """How errors call a tensor of a kind, this one's number in a plan being ``number``."""
-        return called(kind, number, self.name)
+        return called(kind, number if self.number is None else self.number, self.name)
+
+    def kind(self, tiles: Tiles) -> tuple[Hashable, ...]:
+        """What the parameters of one plan have in common: dtypes and device, and with ``"shape"`` the alignment."""
+        master = None if self.master is None else self.master.dtype
+        dtypes = (self.param.dtype, self.grad.dtype, self.momentum_buffer.dtype, master)
+        # a plan is aligned only if all its parameters are
+        return (dtypes, self.param.device, *(alignment_of(self) if tiles == "shape" else ()))
 
     def address_key(self) -> tuple[Any, ...]:
         """What the tables hold of parameter and state, to tell when a tensor was replaced or is read otherwise."""
@@ -107,6 +116,8 @@ def why_not_plan(tensors: MuonTensors, ns: NSConfig) -> str | None:
     for name, tensor in (("it", p), ("its gradient", tensors.grad)):
         if is_wrapper(tensor):
             return f"{name} is a {type(tensor).__name__}, which has no memory of its own"
+        if tensor.layout != torch.strided:
+            return f"{name} is {tensor.layout}"
     if p.is_neg() or b.is_neg():
         return "it is negated lazily"
     for name, tensor in (("its", p), ("its gradient's", tensors.grad), ("its momentum's", b)):

@@ -8,14 +8,13 @@ says what is in them).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 from typing import Any
 
 from torch import Tensor
 
 from optim_kernels.functional._adamw_launch import AdamWLaunch
 from optim_kernels.functional._adamw_tensor import PlannedTensor, Signature, check_shared_steps, with_memory
-from optim_kernels.functional._lists import check_apart
+from optim_kernels.functional._lists import are_same, check_apart
 from optim_kernels.multi_tensor import KnownAddresses, KnownKinds, TensorList
 from optim_kernels.reference.adamw import AdamWScalars
 
@@ -94,7 +93,7 @@ class AdamWPlan:
             stochastic_rounding if isinstance(stochastic_rounding, Sequence) else [stochastic_rounding] * count,
             seed if isinstance(seed, Sequence) else [seed] * count,
         ]
-        same = numbers == self._numbers and _are_same(tensors, self._tensors)
+        same = numbers == self._numbers and are_same(tensors, self._tensors)
         if same and self._addresses.are_those_of(self._stored) and self._fit(grads):
             return
         rows = zip(*tensors, *numbers, none if names is None else names, strict=True)
@@ -123,7 +122,7 @@ class AdamWPlan:
 
     def is_for(self, params: Sequence[Tensor]) -> bool:
         """Whether the plan was last prepared for these parameters."""
-        return bool(self._tensors) and _are_same([params], self._tensors[:1])
+        return bool(self._tensors) and are_same([params], self._tensors[:1])
 
     @property
     def num_launches(self) -> int:
@@ -193,13 +192,6 @@ def _launches(lists: list[list[PlannedTensor]], grads: Sequence[Tensor]) -> list
         AdamWLaunch(members, grads, order=devices[:i].count(device), total=devices.count(device))
         for i, (members, device) in enumerate(zip(lists, devices))
     ]
-
-
-def _are_same(lists: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -> bool:
-    """Whether the lists hold the same objects."""
-    return len(lists) == len(others) and all(
-        len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(lists, others, strict=True)
-    )
 
 
 def _layouts(grads: TensorList) -> list[tuple[Any, ...]]:

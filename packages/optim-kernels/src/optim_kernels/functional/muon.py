@@ -1,18 +1,19 @@
-"""The Muon step over lists of tensors, one after another: plain torch around `newton_schulz`, which has the kernels.
+"""The Muon step over lists of tensors: grouped launches with a plan, else one tensor after another.
 
 The formulas are those of `optim_kernels.reference.muon`; parameters are read as matrices through `MatrixView`s.
-Tensors may be views into flat buffers. The whole step of many matrices in a few grouped launches is `_muon_batch_plan`.
+Tensors may be views into flat buffers. One after another they are stepped in plain torch around `newton_schulz`, which
+has kernels of its own; a `MuonPlan` has the whole step of many matrices in a few launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
-from optim_kernels._impl import Impl, check_impl, use_triton
+from optim_kernels._impl import Impl
 from optim_kernels._options import check_scalar_tensors, check_scalars, check_seed, check_switches
 from optim_kernels.functional._lists import (
     check_floating,
@@ -23,6 +24,15 @@ from optim_kernels.functional._lists import (
     check_whole,
     check_writable,
 )
+from optim_kernels.functional._muon_checks import (
+    Views,
+    check_layouts,
+    check_step,
+    check_update,
+    num_second_moments,
+    views_of,
+)
+from optim_kernels.functional.muon_plan import MuonPlan
 from optim_kernels.orthogonalization import NSConfig, newton_schulz_with
 from optim_kernels.reference.muon import (
     MuonRule,
@@ -40,8 +50,6 @@ from optim_kernels.reference.storage import Rounding, gradient_scale, read_param
 from optim_utils.param_groups import MatrixView
 
 __all__ = ["apply_muon_update_", "muon_", "muon_update", "new_second_moment"]
-
-Views = Sequence[MatrixView | None]
 
 
 @torch.no_grad()
@@ -71,6 +79,7 @@ def muon_(
     seed: int = 0,
     steps: Sequence[int] | None = None,
     indices: Sequence[int] | None = None,
+    plan: MuonPlan | None = None,
     impl: Impl = "auto",
 ) -> None:
     """One Muon step on every parameter, in place; gradients are only read.
@@ -90,39 +99,28 @@ def muon_(
         steps: for each parameter the number of this step, from 1; needed with ``stochastic_rounding``, because the same
             bits in every step would lose the same small updates again and again.
         indices: for each parameter its number in the model; by default its place in the list.
-        impl: what runs Newton–Schulz: ``"auto"``, ``"torch"`` or ``"triton"``.
+        plan: a ``MuonPlan()`` of the caller's. Where the kernels run, it steps all matrices together in a few launches,
+            and keeps their tables and the recorded launches from call to call; U is then computed from B as it is
+            stored. Without a plan, parameters are stepped one after another.
+        impl: what runs Newton–Schulz, and with a plan the whole step: ``"auto"`` takes the kernels for tensors on CUDA,
+            ``"torch"`` plain torch, ``"triton"`` the kernels or an error.
 
     Raises:
         ValueError: lists of other lengths, tensors of other shapes or dtypes, or a bad option; by name, before anything
-            is written.
-        TypeError: something else in place of a number, a view or an `NSConfig`, likewise.
-        RuntimeError: ``impl="triton"`` where the kernels cannot run.
+            is written. With a plan also what its kernels cannot take: second moments that are not contiguous fp32, and
+            parameters that share memory.
+        TypeError: something else in place of a number, a view, a plan or an `NSConfig`, likewise.
+        RuntimeError: ``impl="triton"`` where the kernels cannot run; a step that a CUDA graph captures before it was
+            planned, or with a plan and ``stochastic_rounding``.
     """
     check_switches(stochastic_rounding=stochastic_rounding)
     check_seed(seed)
     if stochastic_rounding and steps is None:
         raise ValueError("stochastic_rounding=True needs steps, for each parameter the number of this step, from 1")
     check_scalar_tensors(grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
-    check_lengths(
-        len(params),
-        "params",
-        grads=grads,
-        momentum_buffers=momentum_buffers,
-        second_moments=second_moments,
-        views=views,
-        masters=masters,
-        steps=steps,
-        indices=indices,
-    )
-    check_tensors(params=params, grads=grads, momentum_buffers=momentum_buffers)
-    check_shapes(params, "params", grads=grads, momentum_buffers=momentum_buffers, masters=masters)
-    check_floating(params=params)
-    check_writable(params=params, masters=masters)
-    check_masters(params, masters)
-    check_whole(steps=steps, indices=indices)
-    check_scalars(lr=lr, weight_decay=weight_decay)
-    if found_inf is not None and bool(found_inf.item()):
-        return
+    check_scalars(lr=lr, weight_decay=weight_decay, momentum=momentum, beta2=beta2)
+    if plan is not None and not isinstance(plan, MuonPlan):
+        raise TypeError(f"plan must be a MuonPlan or None, got {plan!r}")
     rule = MuonRule(
         nesterov=nesterov,
         scale=scale,
@@ -131,33 +129,86 @@ def muon_(
         cautious=cautious,
         maximize=maximize,
     )
-    updates = muon_update(
-        grads,
-        momentum_buffers,
-        momentum=momentum,
-        rule=rule,
-        ns=ns,
-        second_moments=second_moments,
-        beta2=beta2,
-        views=views,
-        clip_factor=gradient_scale(clip_factor, grad_scale),
-        impl=impl,
-    )
-    bits: list[Rounding] | None = None
-    if stochastic_rounding:
-        places = indices if indices is not None else range(len(params))
-        bits = [Rounding(seed, place, 0, step) for place, step in zip(places, steps or (), strict=True)]
-    apply_muon_update_(
-        params,
-        updates,
-        lr=lr,
-        weight_decay=weight_decay,
-        scale=scale,
-        cautious=cautious,
-        views=views,
-        masters=masters,
-        bits=bits,
-    )
+    alone: Collection[int] = range(len(params))
+    if plan is None or impl == "torch":
+        plan = None
+        all_views = check_step(
+            params,
+            grads,
+            momentum_buffers,
+            ns=ns,
+            second_moments=second_moments,
+            views=views,
+            masters=masters,
+            steps=steps,
+            indices=indices,
+            impl=impl,
+        )
+    else:
+        check_lengths(len(params), "params", steps=steps)
+        check_whole(steps=steps)
+        plan.prepare(
+            params,
+            grads,
+            momentum_buffers,
+            nesterov=nesterov,
+            ns=ns,
+            scale=scale,
+            second_moments=second_moments,
+            row_equilibrate=row_equilibrate,
+            renormalize=renormalize,
+            cautious=cautious,
+            maximize=maximize,
+            views=views,
+            masters=masters,
+            stochastic_rounding=stochastic_rounding,
+            seed=seed,
+            indices=indices,
+            impl=impl,
+        )
+        if stochastic_rounding:
+            plan.check_steps(steps or ())
+        all_views, alone = plan.views, plan.others
+    factor = gradient_scale(clip_factor, grad_scale)
+    if alone and not (found_inf is not None and bool(found_inf.item())):
+        bits: list[Rounding] | None = None
+        if stochastic_rounding:
+            numbers = indices if indices is not None else range(len(params))
+            bits = [Rounding(seed, numbers[i], 0, (steps or ())[i]) for i in alone]
+        own_views = [all_views[i] for i in alone]
+        updates = _updates(
+            [grads[i] for i in alone],
+            [momentum_buffers[i] for i in alone],
+            momentum=momentum,
+            rule=rule,
+            ns=ns or NSConfig(),
+            second_moments=None if second_moments is None else [second_moments[i] for i in alone],
+            beta2=beta2,
+            views=own_views,
+            clip_factor=factor,
+            impl=impl,
+        )
+        _apply(
+            [params[i] for i in alone],
+            updates,
+            lr=lr,
+            weight_decay=weight_decay,
+            scale=scale,
+            cautious=cautious,
+            views=own_views,
+            masters=None if masters is None else [masters[i] for i in alone],
+            bits=bits,
+        )
+    if plan is not None:
+        plan.run(
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            beta2=beta2,
+            factor=factor,
+            found_inf=found_inf,
+            steps=steps if stochastic_rounding else None,
+        )
 
 
 def muon_update(
@@ -179,26 +230,36 @@ def muon_update(
 
     Raises: as `muon_`.
     """
-    check_impl(impl)
-    rule, ns = rule or MuonRule(), ns or NSConfig()
-    if not isinstance(ns, NSConfig):
-        raise TypeError(f"ns must be an NSConfig or None, got {ns!r}; give NSConfig(coefficients=...)")
     check_scalars(momentum=momentum, beta2=beta2)
-    check_lengths(len(grads), "grads", momentum_buffers=momentum_buffers, second_moments=second_moments, views=views)
-    check_tensors(grads=grads, momentum_buffers=momentum_buffers, second_moments=second_moments)
-    check_shapes(grads, "grads", momentum_buffers=momentum_buffers)
-    check_floating(grads=grads, momentum_buffers=momentum_buffers, second_moments=second_moments)
-    check_writable(momentum_buffers=momentum_buffers, second_moments=second_moments)
-    all_views = _views_of(views, grads, "grads")
-    for i, (moment, view) in enumerate(zip(second_moments or (), all_views)):
-        if moment.numel() != num_second_moments(view):
-            raise ValueError(
-                f"second_moments[{i}] must have {num_second_moments(view)} elements (new_second_moment makes it) for "
-                f"matrices {view.describe()}, got shape {tuple(moment.shape)}"
-            )
-    if impl == "triton":
-        for i, (grad, buffer) in enumerate(zip(grads, momentum_buffers)):
-            check_kernels(grad, buffer, ns, f"grads[{i}]")
+    all_views = check_update(grads, momentum_buffers, ns=ns, second_moments=second_moments, views=views, impl=impl)
+    return _updates(
+        grads,
+        momentum_buffers,
+        momentum=momentum,
+        rule=rule or MuonRule(),
+        ns=ns or NSConfig(),
+        second_moments=second_moments,
+        beta2=beta2,
+        views=all_views,
+        clip_factor=clip_factor,
+        impl=impl,
+    )
+
+
+def _updates(
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    *,
+    momentum: Scalar,
+    rule: MuonRule,
+    ns: NSConfig,
+    second_moments: Sequence[Tensor] | None,
+    beta2: Scalar,
+    views: Sequence[MatrixView],
+    clip_factor: Tensor | None,
+    impl: Impl,
+) -> list[Tensor]:
+    """`muon_update` of what was checked."""
     updates = []
     for i, (grad, buffer) in enumerate(zip(grads, momentum_buffers, strict=True)):
         u = momentum_(grad, buffer, momentum=momentum, rule=rule, clip_factor=clip_factor)
@@ -206,22 +267,12 @@ def muon_update(
             # views need the strides of parameter and state, whatever the gradient's are
             u = torch.empty_like(buffer, dtype=u.dtype).copy_(u)
         o = torch.empty_like(u)
-        view = all_views[i]
+        view = views[i]
         parts = _second_moment_parts(second_moments, i, view)
         for source, target, v in zip(view.views(u), view.views(o), parts, strict=True):
             target.copy_(direction_(source, lambda x: newton_schulz_with(x, ns, impl), rule, v, beta2))
         updates.append(o)
     return updates
-
-
-def check_kernels(grad: Tensor, momentum_buffer: Tensor, ns: NSConfig, name: str) -> None:
-    """Raise ``RuntimeError`` unless the kernels, which ``impl="triton"`` asks for, can orthogonalize this update."""
-    u = torch.empty(0, dtype=wide_dtype(grad, momentum_buffer), device=grad.device)
-    if torch.float64 in (u.dtype, ns.compute_dtype(u)):
-        raise RuntimeError(
-            f"impl='triton' multiplies no fp64, in which {name} is orthogonalized; use impl='auto' or 'torch', or fp32"
-        )
-    use_triton("triton", u, name)
 
 
 @torch.no_grad()
@@ -246,16 +297,43 @@ def apply_muon_update_(
     check_scalars(lr=lr, weight_decay=weight_decay)
     check_lengths(len(params), "params", updates=updates, views=views, masters=masters, bits=bits)
     check_tensors(params=params, updates=updates)
+    check_masters(params, masters)
     check_shapes(params, "params", updates=updates, masters=masters)
     check_floating(params=params, updates=updates)
     check_writable(params=params, masters=masters)
-    check_masters(params, masters)
-    all_views = _views_of(views, params, "params")
+    all_views = views_of(views, params, "params")
+    check_layouts(all_views, params=params, updates=updates, masters=masters)
+    _apply(
+        params,
+        updates,
+        lr=lr,
+        weight_decay=weight_decay,
+        scale=scale,
+        cautious=cautious,
+        views=all_views,
+        masters=masters,
+        bits=bits,
+    )
+
+
+def _apply(
+    params: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    *,
+    lr: Scalar,
+    weight_decay: Scalar,
+    scale: ScaleRule,
+    cautious: bool,
+    views: Sequence[MatrixView],
+    masters: Sequence[Tensor | None] | None,
+    bits: Sequence[Rounding] | None,
+) -> None:
+    """`apply_muon_update_` of what was checked."""
     for i, (p, o) in enumerate(zip(params, updates, strict=True)):
         master = None if masters is None else masters[i]
         old = read_param(p, master).to(wide_dtype(p, o))
         new = torch.empty_like(old)
-        view = all_views[i]
+        view = views[i]
         for old_part, new_part, o_part in zip(view.views(old), view.views(new), view.views(o), strict=True):
             factor = lr_scale(scale, o_part.shape, p.shape)
             new_part.copy_(updated(old_part, o_part, lr=lr, scale=factor, weight_decay=weight_decay, cautious=cautious))
@@ -273,28 +351,6 @@ def new_second_moment(param: Tensor, view: MatrixView | None = None) -> Tensor:
     dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
     shape = shapes[0] if len(shapes) == 1 else (num_second_moments(view),)
     return torch.zeros(shape, dtype=dtype, device=param.device)
-
-
-def num_second_moments(view: MatrixView) -> int:
-    """How many second moments the matrices of a parameter have."""
-    return sum(prod(second_moment_shape(shape)) for shape in view.shapes)
-
-
-def _views_of(views: Views | None, tensors: Sequence[Tensor], of: str) -> list[MatrixView]:
-    """How each of the tensors is read as matrices."""
-    found = []
-    for i, tensor in enumerate(tensors):
-        view = views[i] if views is not None else None
-        if view is None:
-            if tensor.ndim < 2:
-                raise ValueError(f"{of}[{i}] must be matrices [..., r, c], got shape {tuple(tensor.shape)}")
-            view = MatrixView.identity(tensor.shape)
-        elif not isinstance(view, MatrixView):
-            raise TypeError(f"views[{i}] must be a MatrixView or None, got {view!r}")
-        elif tuple(view.shape) != tuple(tensor.shape):
-            raise ValueError(f"views[{i}] is of shape {tuple(view.shape)}, {of}[{i}] {tuple(tensor.shape)}")
-        found.append(view)
-    return found
 
 
 def _second_moment_parts(moments: Sequence[Tensor] | None, i: int, view: MatrixView) -> list[Tensor] | list[None]:

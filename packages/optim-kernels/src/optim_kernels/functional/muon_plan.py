@@ -1,0 +1,354 @@
+"""Everything about a Muon step that stays the same from step to step: checked and put on the device once.
+
+Parameters of one device and one set of dtypes form a batch, which is stepped in a few grouped launches
+(`_muon_batch_plan`). Parameters that these launches cannot take are left to `muon_`, which steps them one by one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optim_kernels._impl import Impl, why_not_grouped_on
+from optim_kernels._newton_schulz.config import NSConfig, Tiles, check_tiles
+from optim_kernels._options import check_seed, check_switches
+from optim_kernels.functional._lists import are_same, check_shapes, check_tensors, check_whole
+from optim_kernels.functional._muon_checks import Views, check_step
+from optim_kernels.multi_tensor import KnownAddresses, KnownKinds, is_capturing, upload
+from optim_kernels.reference.muon import MuonRule, Scalar, ScaleRule
+from optim_utils.param_groups import MatrixView
+
+if TYPE_CHECKING:
+    from optim_kernels.functional._muon_batch_plan import MuonBatchPlan, MuonTensors
+
+# The kernels count steps in fp32, which has all whole numbers up to this one.
+MOST_STEPS = 2**24
+
+
+class _Batch(NamedTuple):
+    """A plan of some of the parameters, and what these have in common.
+
+    Args:
+        draws_bits: whether its parameters are rounded at random.
+        places: of its parameters in the lists.
+    """
+
+    key: tuple[Any, ...]
+    device: torch.device
+    draws_bits: bool
+    places: list[int]
+    plan: MuonBatchPlan
+
+    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Its own tensors of a list."""
+        return [tensors[place] for place in self.places]
+
+
+class MuonPlan:
+    """A planned Muon step over given tensors, for `muon_`, which then steps the matrices of a shape together.
+
+    ``MuonPlan()`` is empty until `muon_` is called with it, which plans anew whenever it is given other tensors or
+    options than before. Where the kernels do not run, a plan changes nothing.
+
+    Args:
+        tiles: with ``"auto"`` the bits of a parameter depend on how many others are stepped with it. With ``"shape"``
+            they depend on its own shape and alignment alone, which costs speed.
+
+    Attributes:
+        others: for each parameter that is stepped alone, by its place in the lists, the reason.
+        views: how each parameter is read as matrices.
+
+    Raises:
+        ValueError: for unknown ``tiles``.
+    """
+
+    def __init__(self, *, tiles: Tiles = "auto") -> None:
+        check_tiles(tiles)
+        self._tiles = tiles
+        self.others: dict[int, str] = {}
+        self.views: list[MatrixView] = []
+        self._batches: list[_Batch] = []
+        # former ones that graphs of the caller's read
+        self._captured: list[_Batch] = []
+        # with stochastic rounding, the steps that all parameters have taken, on each device
+        self._counts: dict[torch.device, Tensor] = {}
+        # the arguments of the last `prepare`, if nothing was left to others; of gradients only types and layouts
+        self._options: tuple[Any, ...] | None = None
+        self._tensors: list[Sequence[Tensor | None]] = []
+        self._stored: list[Tensor] = []
+        self._addresses = KnownAddresses([])
+        self._known_grads = KnownKinds(with_shapes=True)
+        self._grads: tuple[list[type], list[Any]] = [], []
+        self._params: list[Tensor] = []
+
+    @classmethod
+    def build(
+        cls,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        momentum_buffers: Sequence[Tensor],
+        *,
+        tiles: Tiles = "auto",
+        **options: Any,
+    ) -> MuonPlan:
+        """A plan for these tensors; ``options`` are those of `prepare`."""
+        plan = cls(tiles=tiles)
+        plan.prepare(params, grads, momentum_buffers, **options)
+        return plan
+
+    @torch.no_grad()
+    def prepare(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        momentum_buffers: Sequence[Tensor],
+        *,
+        nesterov: bool = True,
+        ns: NSConfig | None = None,
+        scale: ScaleRule = "original",
+        second_moments: Sequence[Tensor] | None = None,
+        row_equilibrate: bool = False,
+        renormalize: bool = False,
+        cautious: bool = False,
+        maximize: bool = False,
+        views: Views | None = None,
+        masters: Sequence[Tensor | None] | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        indices: Sequence[int] | None = None,
+        impl: Impl = "auto",
+    ) -> None:
+        """Check the tensors, sort them into batches and put their tables on the device, unless that is done already.
+
+        The arguments are those of `muon_`, but for hyperparameters and ``steps``, which may change from step to step.
+
+        Raises:
+            ValueError: as `muon_`; and parameters that share memory, or second moments that the kernels cannot take.
+            TypeError: as `muon_`.
+            RuntimeError: as `muon_`; and in a CUDA graph's capture, if these tensors were not planned before.
+        """
+        none: list[None] = [None] * len(params)
+        tensors: list[Sequence[Tensor | None]] = [
+            params,
+            momentum_buffers,
+            none if second_moments is None else second_moments,
+            none if masters is None else masters,
+        ]
+        # copies of lists, because the caller may change its own
+        places = range(len(params)) if indices is None else _ints(indices)
+        options = (
+            *(nesterov, row_equilibrate, renormalize, cautious, maximize, scale, ns, second_moments is None),
+            *(stochastic_rounding, seed, places, None if views is None else list(views), impl),
+        )
+        if self._are_planned(options, tensors, grads):
+            for batch in self._batches:
+                batch.plan.refresh(batch.of(grads), same_layout=True)
+            return
+        self._options, self._params = None, []
+        check_switches(stochastic_rounding=stochastic_rounding)
+        check_seed(seed)
+        rule = MuonRule(
+            nesterov=nesterov,
+            scale=scale,
+            row_equilibrate=row_equilibrate,
+            renormalize=renormalize,
+            cautious=cautious,
+            maximize=maximize,
+        )
+        self.views = check_step(
+            params,
+            grads,
+            momentum_buffers,
+            ns=ns,
+            second_moments=second_moments,
+            views=views,
+            masters=masters,
+            steps=None,
+            indices=indices,
+            impl=impl,
+        )
+        members = self._sort([*tensors, grads, places], ns or NSConfig(), impl, seed if stochastic_rounding else None)
+        self._plan(members, rule, ns or NSConfig(), variance=second_moments is not None)
+        self._params = list(params)
+        if not self.others:
+            self._options, self._tensors = options, [list(each) for each in tensors]
+            self._stored = [tensor for each in tensors for tensor in each if tensor is not None]
+            self._addresses = KnownAddresses(self._stored)
+            self._note_layouts(grads)
+
+    def _are_planned(
+        self, options: tuple[Any, ...], tensors: Sequence[Sequence[Tensor | None]], grads: Sequence[Tensor]
+    ) -> bool:
+        """Whether all is as in the last `prepare`: options, tensors and where they are, the gradients' layouts."""
+        return (
+            self._options is not None
+            and options == self._options
+            and are_same(tensors, self._tensors)
+            and self._addresses.are_those_of(self._stored)
+            # types first: what is no tensor has no layout
+            and list(map(type, grads)) == self._grads[0]
+            and self._known_grads.of(grads) == self._grads[1]
+        )
+
+    def _note_layouts(self, grads: Sequence[Tensor]) -> None:
+        self._grads = list(map(type, grads)), self._known_grads.of(grads)
+
+    def _sort(
+        self, lists: Sequence[Sequence[Any]], ns: NSConfig, impl: Impl, seed: int | None
+    ) -> dict[tuple[Any, ...], list[MuonTensors]]:
+        """The parameters that grouped launches take, by kind, with their step counts; ``others`` become the rest.
+
+        ``seed``: of stochastic rounding, ``None`` without.
+        """
+        former, self._counts, self.others = self._counts, {}, {}
+        *_, places = lists
+        kinds: dict[tuple[Any, ...], list[MuonTensors]] = {}
+        for i, (p, momentum_buffer, second_moment, master, grad, place) in enumerate(zip(*lists, strict=True)):
+            reason = why_not_grouped_on(impl, p.device)
+            if reason is not None:
+                self.others[i] = reason
+                continue
+            # needs Triton
+            from optim_kernels.functional._muon_batch_plan import MuonTensors, why_not_plan
+
+            draws_bits = seed is not None and p.dtype == torch.bfloat16 and master is None
+            if draws_bits and p.device not in self._counts:
+                self._counts[p.device] = _counts(len(places), p.device, former.get(p.device))
+            tensors = MuonTensors(
+                param=p,
+                grad=grad,
+                momentum_buffer=momentum_buffer,
+                second_moment=second_moment,
+                master=master,
+                step=self._counts[p.device][i] if draws_bits else None,
+                view=self.views[i],
+                place=place & 0xFFFFFFFF if draws_bits else 0,
+                seed=(seed or 0) if draws_bits else 0,
+                number=i,
+            )
+            reason = why_not_plan(tensors, ns)
+            if reason is None:
+                kinds.setdefault((tensors.kind(self._tiles), draws_bits), []).append(tensors)
+            else:
+                self.others[i] = reason
+        return kinds
+
+    def _plan(
+        self, kinds: dict[tuple[Any, ...], list[MuonTensors]], rule: MuonRule, ns: NSConfig, *, variance: bool
+    ) -> None:
+        """Have a plan for the parameters of each kind: one of before, if it is of the same tensors and options."""
+        wanted = []
+        for kind, members in kinds.items():
+            key, addresses = (kind, rule, ns, variance), [t.address_key() for t in members]
+            known = (batch.plan for batch in (*self._batches, *self._captured) if batch.key == key)
+            plan = next((plan for plan in known if list(plan.address_key) == addresses), None)
+            if plan is None and is_capturing(members[0].param.device):
+                raise RuntimeError(
+                    "a step is being captured into a CUDA graph, but there is no plan of its tensors and options yet, "
+                    "and tables cannot be made in a capture; call muon_ with the plan once before"
+                )
+            wanted.append((key, members, plan))
+        aside = [batch.plan for batch in self._captured]
+        # no graph may be dropped while another is captured
+        read = [batch for batch in self._batches if batch.plan.was_captured or is_capturing(batch.device)]
+        self._captured += [batch for batch in read if batch.plan not in aside]
+        # what is dropped gives its memory back before more is taken
+        self._batches = []
+        for key, members, plan in wanted:
+            first, places = members[0], [t.number for t in members if t.number is not None]
+            draws_bits = first.step is not None
+            if plan is None:
+                from optim_kernels.functional._muon_batch_plan import MuonBatchPlan
+
+                options: dict[str, Any] = {"rule": rule, "ns": ns, "variance": variance, "tiles": self._tiles}
+                plan = MuonBatchPlan(members, stochastic_rounding=draws_bits, **options)
+            else:
+                plan.refresh([t.grad for t in members])
+            self._batches.append(_Batch(key, first.param.device, draws_bits, places, plan))
+
+    def refresh(self, grads: Sequence[Tensor]) -> None:
+        """Take note of other gradients, of the same shapes and dtypes; `muon_` does so itself.
+
+        Raises:
+            ValueError: other numbers, shapes, devices or dtypes of gradients than the plan is for.
+            TypeError: something else in place of a tensor.
+        """
+        if len(grads) != len(self._params):
+            raise ValueError(f"the plan is for {len(self._params)} gradients, got {len(grads)}")
+        check_tensors(grads=grads)
+        check_shapes(self._params, "params", grads=grads)
+        for batch in self._batches:
+            batch.plan.refresh(batch.of(grads))
+        if self._options is not None:
+            self._note_layouts(grads)
+
+    def check_steps(self, steps: Sequence[int]) -> None:
+        """Raise where grouped launches cannot draw the bits of steps of these numbers, one for each parameter.
+
+        Raises:
+            ValueError: a number that is not from 1 to 2**24.
+            RuntimeError: in a CUDA graph's capture, whose replays would all draw the same bits.
+        """
+        for batch in self._batches:
+            if not batch.draws_bits:
+                continue
+            if is_capturing(batch.device):
+                raise RuntimeError(
+                    "a step with stochastic_rounding is being captured into a CUDA graph, whose replays would all draw "
+                    "the bits of the same steps; TritonMuon counts them on the device"
+                )
+            for place in batch.places:
+                if not 1 <= steps[place] <= MOST_STEPS:
+                    raise ValueError(
+                        f"steps[{place}] must be the number of this step, from 1 to 2**24, got {steps[place]}"
+                    )
+
+    def run(
+        self,
+        *,
+        lr: Scalar,
+        weight_decay: Scalar,
+        momentum: Scalar,
+        beta2: Scalar,
+        factor: Tensor | None,
+        found_inf: Tensor | None,
+        steps: Sequence[int] | None,
+    ) -> None:
+        """Step all parameters but ``others``; gradients are multiplied by ``factor``."""
+        if steps is not None:
+            taken = array("f", [int(step) - 1 for step in steps]).tobytes()
+            for count in self._counts.values():
+                upload(taken, count)
+        for batch in self._batches:
+            batch.plan.run([(lr, weight_decay, momentum, beta2)], factor=factor, found_inf=found_inf)
+            # the plan may have been made for other objects with the same memory
+            torch.autograd.graph.increment_version(batch.of(self._params))
+
+    @property
+    def num_launches(self) -> int:
+        """How many kernel launches a step takes, without those for ``others``."""
+        return sum(batch.plan.launches for batch in self._batches)
+
+    @property
+    def num_copied(self) -> int:
+        """How many gradients the last step copied, because their layout differs from their parameter's."""
+        return sum(batch.plan.num_copied for batch in self._batches)
+
+
+def _counts(count: int, device: torch.device, former: Tensor | None) -> Tensor:
+    """Room for so many step counts: the ``former``, to which tables point, if there are as many."""
+    if former is not None and len(former) == count:
+        return former
+    # made in inference mode they could not be written outside of it
+    with torch.inference_mode(False):
+        return torch.zeros(count, dtype=torch.float32, device=device)
+
+
+def _ints(indices: Sequence[Any]) -> list[int]:
+    if not {int}.issuperset(map(type, indices)):
+        check_whole(indices=indices)
+    return list(map(int, indices))
