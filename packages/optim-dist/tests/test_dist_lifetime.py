@@ -811,6 +811,22 @@ def test_an_end_behind_that_of_the_process_group(options):
     run_ranks(close_without_a_process_group, 2, options, timeout=60)
 
 
+def build_in_another_world(rank, world_size, folder):
+    build(rank, accumulation_steps=1)[1].close()
+    limit = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=world_size, timeout=limit)
+    # up to torch 2.13 one of these has the name that a group of the first world had
+    _, other = build(rank, accumulation_steps=1, timeout=30)
+    _, optimizer = build(rank, accumulation_steps=1)
+    communicators = [*other._bucketed._communicators, *optimizer._bucketed._communicators]
+    assert len({id(each.group) for each in communicators}) == 4
+
+
+def test_groups_of_a_world_that_has_ended_are_not_given_away(tmp_path):
+    run_ranks(build_in_another_world, 2, tmp_path)
+
+
 # Every case has ranks of its own, which part when all is imported, as that takes a rank longer than the rest does.
 SCRIPT = """
 import os, pathlib, sys, time

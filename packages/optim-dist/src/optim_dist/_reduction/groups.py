@@ -8,6 +8,7 @@ group of the same kind takes it, once it was given back on all ranks.
 from __future__ import annotations
 
 import secrets
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,8 +20,8 @@ import torch.distributed as dist
 # Groups of the same kind can replace each other: ranks, backend and timeout.
 Kind = tuple[tuple[int, ...], str, timedelta]
 
-# The names of groups that were given back, as torch knows them.
-_spare: dict[Kind, set[str]] = {}
+# The names of groups that were given back, as torch knows them; those of another default group may get the same names.
+_spare: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Kind, set[str]]] = weakref.WeakKeyDictionary()
 
 _NUMBER = "number in the name of a process group"
 _SPARE = "names of process groups that were given back"
@@ -67,10 +68,9 @@ def own_group(
         raise ValueError(f"the ranks of process_group must ascend for a group like it to be made, got {ranks}")
     limit = group._get_backend(device).options._timeout if timeout is None else timedelta(seconds=timeout)
     kind: Kind = (tuple(ranks), backend, limit)
-    # destroy_process_group() ends spare groups, too
     known: dict[str, dist.ProcessGroup] = {name: each for each, name in dist.distributed_c10d._world.pg_names.items()}
-    spare = _spare.setdefault(kind, set())
-    spare.intersection_update(known)
+    spare = _spare_of(kind)
+    spare.intersection_update(known)  # torch may have ended some
     common = set(spare).intersection(*gathered(met, _SPARE, sorted(spare), _OTHERWISE))
     if common:
         name = min(common)
@@ -83,7 +83,14 @@ def give_back(kind: Kind, group: dist.ProcessGroup) -> None:
     """Make a group of ``own_group`` a spare one: nothing is in flight in it, and its former user launches no more."""
     name = dist.distributed_c10d._world.pg_names.get(group)
     if name is not None:
-        _spare.setdefault(kind, set()).add(name)
+        _spare_of(kind).add(name)
+
+
+def _spare_of(kind: Kind) -> set[str]:
+    """The names of this kind's spare groups beside the present default group."""
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialized"
+    return _spare.setdefault(world, {}).setdefault(kind, set())
 
 
 def new_group(
