@@ -500,6 +500,7 @@ def test_the_halves_of_a_step_refuse_what_does_not_fit() -> None:
         ({"nd": "conv"}, "nd must be"),
         ({"split_rows": 5}, "do not divide"),
         ({"split_rows": (1, 2)}, "add up"),
+        ({"split_rows": (3, 0, 1)}, r"must be positive numbers that add up to the 4 rows of param_groups\[0\]"),
         ({"split_rows": True}, "split_rows must be None, .* got True for"),
         ({"split_rows": 3.0}, "split_rows must be None, .* got 3.0 for"),
         ({"split_rows": "ab"}, "split_rows must be None, .* got 'ab' for"),

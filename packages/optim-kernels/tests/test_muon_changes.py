@@ -601,9 +601,10 @@ def test_a_step_is_seen_by_autograd(impl: str) -> None:
 
 
 @IMPLS
-def test_empty_matrices_beside_others(impl: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"split_rows": 4}], ids=["whole", "in blocks of rows"])
+def test_empty_matrices_beside_others(impl: str, options: dict[str, Any]) -> None:
     p, q = parameter(8, 12), parameter(0, 12)
-    alone, beside = muon([p], impl), muon([q, nn.Parameter(p.detach().clone())], impl)
+    alone, beside = muon([p], impl, **options), muon([q, nn.Parameter(p.detach().clone())], impl, **options)
     for _ in range(3):
         steps(alone)
         beside.param_groups[0]["params"][1].grad = p.grad

@@ -267,9 +267,10 @@ def _split_view(shape: tuple[int, ...], matrix_shape: tuple[int, ...], split_row
     if isinstance(split_rows, int):
         if split_rows < 1 or rows % split_rows:
             raise ValueError(f"the {rows} rows of {name} do not divide into blocks of split_rows={split_rows}")
-        return _view(shape, matrix_shape, num_heads=(rows // split_rows,))
-    if sum(blocks) != rows:
-        raise ValueError(f"split_rows={blocks} does not add up to the {rows} rows of {name}")
+        # without rows there are no blocks, but one empty matrix
+        return _view(shape, matrix_shape, num_heads=(rows // split_rows,) if rows else ())
+    if sum(blocks) != rows or min(blocks, default=1) < 1:
+        raise ValueError(f"split_rows={blocks} must be positive numbers that add up to the {rows} rows of {name}")
     return _view(shape, matrix_shape, split=blocks)
 
 
