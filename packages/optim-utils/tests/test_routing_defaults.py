@@ -50,6 +50,17 @@ class VocabularyEmbedding(nn.Module):
         ({"x.lm_head.dense": nn.Linear(3, 2, bias=False)}, {"x.lm_head.dense.weight": "head"}),
         ({"classifier": nn.Linear(3, 2, bias=False)}, {"classifier.weight": "head"}),
         ({"classifier": CombinedLinear(3, 2)}, {"classifier.combined_weight": "head"}),
+        # rows of `head` and of the last layer of each cluster are classes
+        (
+            {"x.softmax": nn.AdaptiveLogSoftmaxWithLoss(8, 20, [5, 10], div_value=2.0)},
+            {
+                "x.softmax.head.weight": "head",
+                "x.softmax.tail.0.0.weight": "matrix",
+                "x.softmax.tail.0.1.weight": "head",
+                "x.softmax.tail.1.0.weight": "matrix",
+                "x.softmax.tail.1.1.weight": "head",
+            },
+        ),
         (
             {"mlp.experts": Weights(up=(4, 3, 2), up_bias=(4, 3), bias=(4, 2))},
             {"mlp.experts.up": "matrix", "mlp.experts.up_bias": "vector", "mlp.experts.bias": "vector"},

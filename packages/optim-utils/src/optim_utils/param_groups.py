@@ -263,15 +263,25 @@ def _leaves(source: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tenso
     if not names:
         raise ValueError("there are no parameters to route (an iterator that was used up already?)")
     shapes = {name: tuple(param.shape) for name, param in named.items() if not is_lazy(param)}
+    outputs = _softmax_outputs(owners.values())
     return [
         Leaf(
             names=tuple(all_names),
             param=param,
             modules=tuple(owners[parent] for name in all_names if (parent := _module_name(name)) in owners),
             shapes=shapes,
+            is_softmax_output=param in outputs,
         )
         for param, all_names in names.items()
     ]
+
+
+def _softmax_outputs(modules: Iterable[nn.Module]) -> set[Tensor]:
+    """The parameters of those layers of torch's adaptive softmaxes whose rows are classes."""
+    softmaxes = [module for module in modules if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss)]
+    # a cluster is a projection to fewer features, and the layer of its classes
+    last = [[*cluster.children()][-1] for softmax in softmaxes for cluster in softmax.tail]
+    return {param for layer in (*(softmax.head for softmax in softmaxes), *last) for param in layer.parameters()}
 
 
 def _module_name(name: str) -> str:

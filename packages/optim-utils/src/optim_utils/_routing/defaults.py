@@ -149,7 +149,9 @@ def _embedding(leaf: Leaf) -> Decision | None:
 
 
 def _head(leaf: Leaf) -> Decision | None:
-    """``lm_head`` anywhere; otherwise only a top-level linear layer, so not BERT's ``attention.output.dense``."""
+    """An adaptive softmax's and ``lm_head`` anywhere; else a top-level linear layer, not BERT's ``output.dense``."""
+    if leaf.is_softmax_output:
+        return Decision("adamw", "head", "output layer of an adaptive softmax")
     for path in leaf.paths:
         if "lm_head" in path:
             return Decision("adamw", "head", "lm_head")

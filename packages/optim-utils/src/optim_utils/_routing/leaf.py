@@ -67,12 +67,14 @@ class Leaf:
     """A parameter with all its names (several if tied) and, where the model is known, the modules that own it.
 
     ``shapes`` maps every parameter's name to its shape: a neighbour's shape sometimes tells how a weight is fused.
+    ``is_softmax_output``: whether a layer of an adaptive softmax has it, one whose rows are classes.
     """
 
     names: tuple[str, ...]
     param: Tensor
     modules: tuple[nn.Module, ...]
     shapes: Mapping[str, tuple[int, ...]]
+    is_softmax_output: bool
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
