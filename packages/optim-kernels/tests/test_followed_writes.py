@@ -228,6 +228,22 @@ def test_what_is_saved_are_masters_of_the_parameters_as_they_are_then(make: Make
     assert torch.equal(master(resumed, own[1]), bits[1])
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters:UserWarning")
+@pytest.mark.parametrize("make", [adamw_by_torch, both])
+def test_what_is_saved_where_a_parameter_is_twice_in_a_group(make: Make) -> None:
+    """torch's numbers of the parameters then leave one out."""
+    first, second = parameters(2)
+    optimizer = make([first, first, second])
+    move(optimizer, [first, second])
+    masters = [master(optimizer, param).clone() for param in (first, second)]
+    with torch.no_grad():
+        second.fill_(3.0)
+    saved = optimizer.state_dict()
+    first_number, _, second_number = saved["param_groups"][0]["params"]
+    assert torch.equal(saved["state"][first_number]["master"], masters[0])
+    assert torch.equal(saved["state"][second_number]["master"], torch.full_like(masters[1], 3.0))
+
+
 @MAKES
 def test_what_a_hook_of_a_save_writes_is_in_the_masters_that_are_saved(make: Make) -> None:
     """As one that puts averaged weights in the parameters' place."""

@@ -79,7 +79,10 @@ class StatefulOptimizer(Optimizer):
             # only now, since hooks of the user's may have written before
             written = set(self._written())
             state = content["state"] = dict(content["state"])
-            for number, param in enumerate(self._parameter_names()):
+            # torch's numbers, which leave one out where a parameter is twice in a group
+            numbers = [number for group in content["param_groups"] for number in group["params"]]
+            params = [param for group in self.param_groups for param in group["params"]]
+            for number, param in zip(numbers, params, strict=True):
                 if param in written:
                     master = state[number]["master"]
                     now = placed_like(followed(param, master), param)
