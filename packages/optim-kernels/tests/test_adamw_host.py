@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from optim_kernels import TritonAdamW, TritonMuon, multi_tensor, reference
+from optim_kernels import TritonAdamW, TritonMuon, TritonMuonAdamW, multi_tensor, reference
 from optim_utils.testing import run_ranks
 
 
@@ -401,6 +401,30 @@ def test_a_parameter_that_is_there_twice_is_refused_by_the_kernels() -> None:
     (p,) = make_params(((6, 5),))
     with pytest.raises(ValueError, match=r"\['params'\]\[1\] is there twice, .* update twice at once"):
         TritonAdamW([p, p], impl="triton").step()
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters:UserWarning")
+@pytest.mark.parametrize("kind", ["torch's code", "formats", "with muon"])
+def test_a_parameter_that_is_there_twice_is_updated_twice_in_plain_torch(kind: str) -> None:
+    p, other = make_params(((6, 5), (3,)))
+    expected = torch.nn.Parameter(p.detach().clone())
+    options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    optimizer: torch.optim.Optimizer
+    if kind == "with muon":
+        group = {"kind": "adamw", "params": [p, other, p], **options}
+        optimizer = TritonMuonAdamW([group], impl="torch")
+    else:
+        formats: dict[str, Any] = {"state_dtype": (torch.float64, None)} if kind == "formats" else {}
+        optimizer = TritonAdamW([p, other, p], impl="torch", **options, **formats)
+    by_torch = torch.optim.AdamW([expected, expected], **options)
+    for _ in range(3):
+        renew_gradients([p])
+        assert p.grad is not None
+        expected.grad = p.grad.clone()
+        optimizer.step()
+        by_torch.step()
+    torch.testing.assert_close(p, expected, atol=1e-6, rtol=0)
+    assert [optimizer.state[param]["step"].item() for param in (p, other)] == [6, 3]
 
 
 @pytest.mark.parametrize("rows", [slice(0, 6), slice(5, 8)], ids=["tied", "overlapping"])

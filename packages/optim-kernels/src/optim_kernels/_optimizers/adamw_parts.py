@@ -20,7 +20,7 @@ State = dict[str, Any]
 
 
 class TorchPart(NamedTuple):
-    """A group, those of its parameters that plain torch updates, and their numbers among all."""
+    """A group, parameters of it that plain torch updates, none of them twice, and their numbers among all."""
 
     group: Group
     indices: list[int]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any
@@ -174,13 +175,17 @@ class PreparedStep:
                 names=[names[param] for param in chosen],
             )
         with_kernels = set(indices)
-        by_group: dict[int, TorchPart] = {}
-        for index, (number, grad) in enumerate(zip(group_numbers, grads)):
+        # A parameter that is twice in a group is updated twice, as by torch: the second time in another part, since a
+        # part advances each count once.
+        times: Counter[Tensor] = Counter()
+        parts: dict[tuple[int, int], TorchPart] = {}
+        for index, (number, param, grad) in enumerate(zip(group_numbers, params, grads)):
             if grad is not None and index not in with_kernels:
-                part = by_group.setdefault(number, TorchPart(groups[number], [], []))
+                part = parts.setdefault((number, times[param]), TorchPart(groups[number], [], []))
+                times[param] += 1
                 part.indices.append(index)
-                part.params.append(params[index])
-        self.with_torch = TorchParts(list(by_group.values()), states)
+                part.params.append(param)
+        self.with_torch = TorchParts(list(parts.values()), states)
         followed = [p for p, grad in zip(params, grads) if grad is not None and "master" in states[p]]
         self.followed = [*filter(can_be_followed, followed)]
         self.masters = [states[p]["master"] for p in self.followed]
