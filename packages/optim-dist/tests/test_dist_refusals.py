@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.two_tensor import TwoTensor
 
 from optim_dist import Options, TritonDistAdamW, TritonDistMuon
 from optim_dist._optimizers import before_building, parameter_checks
@@ -156,6 +157,19 @@ def what_has_no_place_in_a_bucket_is_refused(rank, world_size):
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2).to(device))
     with pytest.raises(ValueError, match="reduced twice"):
         TritonDistAdamW(wrapped.parameters(), model=wrapped)
+
+
+@scenario(1, 2)
+def what_has_no_memory_that_could_lie_in_a_bucket_is_refused(rank, world_size):
+    """As torchao's tensors, which a step of several ranks would never write to."""
+    for options in ({}, {"reducer": "exact", "gradients": "streamed", "order": "tree", "accumulation_steps": 1}):
+        half = torch.ones(4, device=device_of(rank))
+        wrapper = nn.Parameter(TwoTensor(half, half.clone()))
+        if world_size == 1 and not options:
+            TritonDistAdamW([("wrapper", wrapper)], lr=0.5, weight_decay=0.0)
+            continue
+        with pytest.raises(ValueError, match=r"wrapper: a TwoTensor, which has no memory of its own.*fully_shard"):
+            TritonDistAdamW([("wrapper", wrapper)], **options)
 
 
 @scenario(2)

@@ -135,7 +135,13 @@ def _tensor_findings(
         ]
     if isinstance(parameter, DTensor):
         return [*_placement_findings(name, parameter), *_sums_findings(name, options)]
-    if (communicator.world_size > 1 or options.is_tree) and not is_dense(parameter):
+    is_in_bucket = communicator.world_size > 1 or options.is_tree
+    if is_in_bucket and (hasattr(parameter, "__tensor_flatten__") or hasattr(parameter, "fake_mode")):
+        return [
+            f"{name}: a {type(parameter).__name__}, which has no memory of its own that could lie in a bucket; cut it "
+            "by fully_shard, or make it a plain tensor"
+        ]
+    if is_in_bucket and not is_dense(parameter):
         return [
             f"{name}: strides {parameter.stride()} of shape {tuple(parameter.shape)} leave gaps or overlap; "
             "make it contiguous"
