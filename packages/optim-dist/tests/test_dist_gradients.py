@@ -11,6 +11,7 @@ from dist_cases import Scenarios, device_of, mesh_of, normal
 from dist_loops import Net, assert_same, batch, build, make, values
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.checkpoint import checkpoint
 
 from optim_dist import TritonDistAdamW
@@ -629,6 +630,27 @@ def sparse_gradients_are_refused_in_the_first_step_and_later(rank, world_size):
         parameter.grad = torch.ones(4, 4, device=device).to_sparse()
         with pytest.raises(RuntimeError, match=r"gradient of w is torch\.sparse_coo; make it dense"):
             optimizer.step()
+
+
+@scenario(1, 2)
+def dtensors_as_gradients_of_plain_parameters_are_refused(rank, world_size):
+    """torch gives them where a model mixes both, as sums that are pending over a mesh of its own choice."""
+    mesh, device = mesh_of(world_size), device_of(rank)
+    for options in ({}, {"accumulation_steps": 1}, {"accumulation_steps": 1, "gradients": "streamed"}):
+        parameter = nn.Parameter(torch.ones(4, device=device))
+        optimizer = TritonDistAdamW([("w", parameter)], **options)
+        rows = distribute_tensor(torch.ones(2, 4, device=device), mesh, [Shard(0)])
+        with pytest.raises(RuntimeError, match=r"gradient of w is a DTensor.*make the parameter one, too"):
+            with implicit_replication():
+                (rows * parameter).sum().backward()
+            optimizer.step()
+        parameter.grad = None
+        optimizer.zero_grad()
+        assert torch.all(parameter == 1.0)
+        (rows.to_local() * parameter).sum().backward()
+        optimizer.step()
+        optimizer.wait()
+        assert torch.all(parameter < 1.0)
 
 
 @scenario.parametrize()

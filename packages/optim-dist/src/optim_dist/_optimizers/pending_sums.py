@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.layouts import local
 from optim_dist._reduction.joined import Joined, alike
+from optim_dist._reduction.storage import OF_PLAIN
 
 
 class _Sum(NamedTuple):
@@ -98,6 +99,8 @@ def check_gradient(entry: Entry) -> None:
             f"the gradient of {entry.name} is {gradient.layout}; make it dense (sparse=False in its embedding)"
         )
     if not isinstance(parameter, DTensor):
+        if isinstance(gradient, DTensor):
+            raise RuntimeError(OF_PLAIN.format(entry.name))
         return
     if not isinstance(gradient, DTensor) or gradient.device_mesh != parameter.device_mesh:
         raise RuntimeError(

@@ -11,9 +11,16 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from optim_dist._reduction.collectives import Communicator, Waitable
 from optim_dist.plan import BucketPlan, ParameterSpec
+
+# torch does that under ``implicit_replication``
+OF_PLAIN = (
+    "the gradient of {} is a DTensor, but the parameter is none; make the parameter one, too (distribute_tensor), or "
+    "compute with it where no DTensors are"
+)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -155,6 +162,8 @@ def check_gradient(member: Member, gradient: Tensor, plan: BucketPlan) -> None:
         raise RuntimeError(
             f"the gradient of {member.name} is {gradient.layout}; make it dense (sparse=False in its embedding)"
         )
+    if isinstance(gradient, DTensor):
+        raise RuntimeError(OF_PLAIN.format(member.name))
     if gradient.shape != member.value.shape or gradient.dtype != plan.grad_dtype:
         raise RuntimeError(
             f"the gradient of {member.name} is {gradient.dtype} {tuple(gradient.shape)}, where this optimizer takes "
