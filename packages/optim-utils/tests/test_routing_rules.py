@@ -33,6 +33,8 @@ def route_one(shape, *rules, name="layer.weight"):
         ((8, 4), {"split": (4, 2, 2), "num_heads": (4, 1, 2)}, ((4, 1, 4), (1, 2, 4), (2, 1, 4))),
         ((4, 6), {"num_heads": 2}, ((2, 2, 6),)),
         ((4, 6), {"transposed": True, "num_heads": 3}, ((3, 2, 4),)),
+        ((0, 6), {"num_heads": 3}, ((3, 0, 6),)),
+        ((6, 0), {"transposed": True, "split": 2, "split_dim": -2, "num_heads": 3}, ((3, 0, 3), (3, 0, 3))),
         ((5, 4, 6), {"batched": True}, ((5, 4, 6),)),
         ((5, 4, 6), {"batched": False}, ((5, 24),)),
         ((6, 4, 6), {"batched": False, "split": 2, "split_dim": 0}, ((3, 24),) * 2),

@@ -309,6 +309,9 @@ def _heads(view: MatrixView, num_heads: int | Sequence[int]) -> tuple[int, ...]:
     if num_heads < 1 or rows[0] % num_heads:
         raise Refusal(f"{rows[0]} rows do not divide into {num_heads} heads", _WHOLE)
     head_dim = rows[0] // num_heads
+    # without rows each part has as many heads, and these have no rows either
+    if head_dim == 0:
+        return (num_heads,) * len(rows)
     if any(size % head_dim for size in rows):
         raise Refusal(f"parts of {rows} rows do not all divide into heads of {head_dim} rows", _WHOLE)
     return tuple(size // head_dim for size in rows)
