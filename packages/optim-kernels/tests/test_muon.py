@@ -451,6 +451,22 @@ def test_what_does_not_fit_is_refused_before_anything_moves(change: dict[str, An
     assert not buffer.any()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip_factor": torch.ones(6)}, r"clip_factor must be a 0-d tensor, one number for all .*, got shape \(6,\)"),
+        ({"clip_factor": 0.5}, r"clip_factor must be a 0-d tensor, got 0.5; give torch.tensor\(0.5\)"),
+        ({"rule": {"nesterov": True}}, r"rule must be a MuonRule or None, got \{'nesterov': True\}"),
+    ],
+    ids=["factors", "number", "rule"],
+)
+def test_what_does_not_fit_an_update_is_refused_before_momentum_moves(options: dict[str, Any], message: str) -> None:
+    buffer = torch.zeros(4, 6)
+    with pytest.raises((ValueError, TypeError), match=message):
+        muon_update([torch.ones(4, 6)], [buffer], **options)
+    assert not buffer.any()
+
+
 @pytest.mark.parametrize("which", ["params", "momentum_buffers", "masters"])
 def test_a_layout_that_allows_no_matrices_is_found_before_anything_moves(which: str) -> None:
     lists = {

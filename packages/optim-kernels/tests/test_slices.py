@@ -165,6 +165,10 @@ def test_bad_slices_are_refused() -> None:
         sum_slices(torch.ones(2, 3, dtype=torch.int32), out)
     with pytest.raises(ValueError, match="divisor is 0"):
         sum_slices(torch.ones(2, 3), out, divisor=0)
+    with pytest.raises(TypeError, match=r"out must be a tensor \[N\], got a list"):
+        sum_slices(torch.ones(2, 3), [out])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="divisor must be a number or a 1-element tensor, got '2'"):
+        sum_slices(torch.ones(2, 3), out, divisor="2")  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="impl='triton' adds rows of consecutive elements"):
         sum_slices(torch.ones(3, 2).T, out, impl="triton")
 

@@ -230,7 +230,10 @@ def muon_update(
 
     Raises: as `muon_`.
     """
+    check_scalar_tensors(clip_factor=clip_factor)
     check_scalars(momentum=momentum, beta2=beta2)
+    if not isinstance(rule, MuonRule | None):
+        raise TypeError(f"rule must be a MuonRule or None, got {rule!r}; give MuonRule(nesterov=...)")
     all_views = check_update(grads, momentum_buffers, ns=ns, second_moments=second_moments, views=views, impl=impl)
     return _updates(
         grads,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from optim_kernels._dtensors import is_wrapper
 from optim_kernels._impl import KERNEL_DTYPES, Impl, check_impl, use_triton
+from optim_kernels._options import check_scalars
 
 # The most slices that may lie apart, since each is an argument of the kernel.
 MOST_APART = 64
@@ -30,12 +31,15 @@ def sum_slices(slices: Tensor | Sequence[Tensor], out: Tensor, *, divisor: float
         ``out``.
 
     Raises:
-        TypeError: for slices that are no tensors.
+        TypeError: for slices or an ``out`` that are no tensors, and a divisor that is no number.
         ValueError: for slices and an ``out`` of other shapes, dtypes or devices than those above.
         RuntimeError: ``impl="triton"`` where the kernel cannot run.
     """
     check_impl(impl)
-    given = _given(slices)
+    if not isinstance(out, Tensor):
+        raise TypeError(f"out must be a tensor [N], got a {type(out).__name__}")
+    check_scalars(divisor=divisor)
+    divisor, given = float(divisor), _given(slices)
     _check(slices, given, out, divisor)
     reason = _why_not(given, out)
     if impl == "triton" and reason is not None:
