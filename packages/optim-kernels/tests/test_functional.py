@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import mmap
+import pickle
 import platform
 import sys
 from typing import Any
@@ -449,6 +451,26 @@ def test_a_plan_takes_no_other_gradients() -> None:
         plan.step(g * 2, scalars)
     with pytest.raises(ValueError, match=r"grads\[0\] became torch.float16 .*; the plan is for another dtype"):
         plan.step([g[0].half()], scalars)
+
+
+@pytest.mark.parametrize("calls", range(1, 4))
+def test_a_copy_of_a_plan_is_empty(calls: int) -> None:
+    """Its tables would have the addresses of what the plan keeps, and of another process's memory."""
+    ours, theirs = (Problem((FP32, FP32, FP32, FP32), ((4, 4), (3,))) for _ in range(2))
+
+    def step(plan: AdamWPlan) -> None:
+        for problem, each in ((ours, plan), (theirs, None)):
+            adamw_(grads=problem.grads, steps=problem.steps, plan=each, impl="triton", **problem.lists, **OPTIONS)
+
+    plan = AdamWPlan()
+    for _ in range(calls):
+        step(plan)
+    for copied in (copy.copy(plan), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        assert copied.num_launches == 0
+        step(copied)
+        assert copied.num_launches == 1
+        for name, tensors in ours.lists.items():
+            assert all(map(torch.equal, tensors, theirs.lists[name]))
 
 
 def test_numbers_of_a_plan_may_be_written_where_they_are() -> None:

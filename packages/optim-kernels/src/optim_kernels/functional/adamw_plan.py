@@ -39,6 +39,10 @@ class AdamWPlan:
         self._known: tuple[list[int], list[Any]] | None = None
         self.num_tensors = 0
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # tables hold addresses, so a copy is empty and plans anew
+        return type(self), ()
+
     @classmethod
     def build(
         cls, params: Sequence[Tensor], grads: Sequence[Tensor], *states: Sequence[Tensor], **options: Any
