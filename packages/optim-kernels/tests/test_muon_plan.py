@@ -341,6 +341,18 @@ def test_gradients_are_not_kept() -> None:
     assert kept() is None
 
 
+def test_sparse_gradients_are_left_to_plain_torch() -> None:
+    ours = Problem((8, 12), (8, 12))
+    theirs, plan = ours.twin(), MuonPlan()
+    for turn in range(3):
+        ours.grads = theirs.grads = [ours.grads[0], random((8, 12), turn).to_sparse() if turn == 2 else ours.grads[1]]
+        ours.step(plan)
+        theirs.grads = [grad.to_dense() for grad in theirs.grads]
+        theirs.step(impl="torch")
+        ours.close_to(theirs)
+    assert plan.others == {1: "its gradient is torch.sparse_coo"}
+
+
 def test_where_the_kernels_do_not_run_a_plan_changes_nothing() -> None:
     runs = []
     for plan in (None, MuonPlan(), MuonPlan(tiles="shape")):

@@ -107,7 +107,8 @@ def momentum_(
         g = g * clip_factor.to(wide)
     mean = momentum * buffer.to(wide) + (1 - momentum) * g
     buffer.copy_(mean)
-    return (1 - momentum) * g + momentum * mean if rule.nesterov else mean
+    # a sparse gradient can be added to other tensors, but these not to it
+    return momentum * mean + (1 - momentum) * g if rule.nesterov else mean
 
 
 def row_equilibrate(u: Tensor) -> Tensor:
