@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 
 from optim_kernels.functional import _muon_batch_plan, muon_plan
 from optim_kernels.functional._muon_batch_plan import MuonBatchPlan
+from optim_kernels.functional._muon_launches import StepLaunches
 
 FP32, BF16 = torch.float32, torch.bfloat16
 SHAPES = ((8, 12), (12, 8), (8, 12), (2, 3, 4))
@@ -452,6 +453,18 @@ def test_what_does_not_fit_is_refused_before_anything_moves(
     muon_(**given)
     before.step(MuonPlan(), weight_decay=0.0, beta2=0.9, stochastic_rounding=True, steps=[1, 1, 1])
     assert_same_bits(ours.tensors(), before.tensors())
+
+
+def test_after_a_number_without_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches read the inputs of the first step that runs."""
+    ours, plan, taken = Problem((8, 12)), MuonPlan(), []
+    take = StepLaunches.take_inputs
+    monkeypatch.setattr(StepLaunches, "take_inputs", lambda launches: taken.append(take(launches)))
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        ours.step(plan, lr=torch.tensor(0.1, device="meta"))
+    assert taken == []
+    ours.step(plan)
+    assert len(taken) == 1
 
 
 def test_what_graphs_read_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ class StepInputs:
     """
 
     def __init__(self, num_matrices: int, num_groups: int, device: torch.device) -> None:
-        self._table = DeviceTable(device)
+        self._device, self._table = device, DeviceTable(device)
         # a multiple of 16 bytes, so that all parts are aligned alike
         self._num_addresses = num_matrices + num_matrices % 2
         self._shape = (num_groups, NUM_HYPER)
@@ -52,15 +52,18 @@ class StepInputs:
         numbers = array("f", [0.0 if is_tensor else float(x) for x, is_tensor in zip(values, are_tensors)])
         # so that a number replaces what a tensor has left in its place, even a 0, which stands for tensors above
         kinds = bytes(are_tensors) + bytes(-len(are_tensors) % 8)
+        # before the table changes, since one without a value (a meta tensor) raises
+        tensors = {
+            place: value.reshape(()).to(self._device) for place, value in enumerate(values) if are_tensors[place]
+        }
         is_new = self._table.update(self._addresses + numbers.tobytes() + kinds)
         if is_new:
             split = self._num_addresses
             self.grads = self._table.part(0, split)
             self._floats = self._table.part(split, split + len(numbers) // 2, dtype=torch.float32)
             self.hyper, self.control = self._floats[:-2].view(self._shape), self._floats[-2:]
-        for place, (value, is_tensor) in enumerate(zip(values, are_tensors)):
-            if is_tensor:
-                self._floats[place].copy_(value.reshape(()))
+        for place, value in tensors.items():
+            self._floats[place].copy_(value)
         return is_new
 
     def keep_for_graph(self) -> None:
