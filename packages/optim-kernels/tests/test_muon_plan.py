@@ -329,7 +329,7 @@ def test_gradients_that_a_plan_is_told_of() -> None:
         plan.refresh([ours.grads[0], None])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"grads\[0\] must have the shape of params\[0\], \(8, 12\), got \(12, 8\)"):
         plan.refresh(ours.grads[::-1])
-    with pytest.raises(ValueError, match=r"gradients must stay torch.float32, got torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"grads\[0\] must stay torch.float32, got torch.bfloat16"):
         plan.refresh([grad.bfloat16() for grad in ours.grads])
 
 
@@ -340,6 +340,33 @@ def test_gradients_are_not_kept() -> None:
     kept = weakref.ref(ours.grads[0])
     ours.grads = []
     assert kept() is None
+
+
+def test_gradients_are_copied_into_the_gaps_of_their_parameters() -> None:
+    """The kernels read both by one stride."""
+    ours = Problem((8, 16), (16, 8))
+    for name, each in ours.lists.items():
+        ours.lists[name] = [each[0][:, :12], each[1].t()[:, :12].t()]
+    ours.grads = [random(p.shape, i) for i, p in enumerate(ours.lists["params"])]
+    theirs, plan = ours.twin(), MuonPlan()
+    for _ in range(2):
+        ours.step(plan)
+        theirs.step(impl="torch")
+        ours.close_to(theirs)
+    assert plan.others == {}
+
+
+def test_memory_that_gradients_of_another_dtype_take() -> None:
+    ours, plan = Problem((8, 12), (8, 12)), MuonPlan()
+    ours.step(plan)
+    other = ours.grads[1].view(-1).view(BF16)[: 8 * 12].view(8, 12)
+    with pytest.raises(ValueError, match=r"grads\[1\] must stay torch.float32, got torch.bfloat16"):
+        plan.refresh([ours.grads[0], other])
+    theirs = ours.twin()
+    for problem, each in ((ours, plan), (theirs, MuonPlan())):
+        problem.grads = [ours.grads[0], other]
+        problem.step(each)
+    assert_same_bits(ours.tensors(), theirs.tensors())
 
 
 def test_sparse_gradients_are_left_to_plain_torch() -> None:

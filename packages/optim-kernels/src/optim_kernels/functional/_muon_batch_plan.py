@@ -176,14 +176,14 @@ class MuonBatchPlan:
         ``same_layout``: dtypes and strides are known to be those of the gradients before.
         """
         used = list(grads)
+        if not same_layout:
+            self._check_dtypes(used)
         if not same_layout or self._copies:
             used = [_as_stored(grad, param) for grad, param in zip(grads, self._params, strict=True)]
             self._copies = [mine for mine, given in zip(used, grads) if mine is not given]
         addresses = list(map(Tensor.data_ptr, used))
         if addresses == self._grad_addresses:
             return
-        if not same_layout and any(grad.dtype != self._grad_dtype for grad in used):
-            raise ValueError(f"gradients must stay {self._grad_dtype}, got {used[0].dtype}; build a new plan")
         if 0 in addresses and self._device.type != "meta":
             name = self._grad_names[addresses.index(0)]
             raise ValueError(f"{name} has elements but no memory: its storage was freed")
@@ -195,6 +195,11 @@ class MuonBatchPlan:
         if aligned != self._launches.gradients_are_aligned:
             self._launches.gradients_are_aligned = aligned
             self._forget_recorded()
+
+    def _check_dtypes(self, grads: Sequence[Tensor]) -> None:
+        for name, grad in zip(self._grad_names, grads, strict=True):
+            if grad.dtype != self._grad_dtype:
+                raise ValueError(f"{name} must stay {self._grad_dtype}, got {grad.dtype}; build a new plan")
 
     def _forget_recorded(self) -> None:
         """Drop the recorded graph, so that the next step records anew."""
@@ -272,4 +277,6 @@ def _as_stored(grad: Tensor, param: Tensor) -> Tensor:
     """The gradient in the parameter's strides, copied only if it has others, or is lazily negated."""
     if grad.stride() == param.stride() and not grad.is_neg():
         return grad
-    return torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+    # torch.empty_like would leave out gaps between the parameter's elements
+    copy = torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype, device=param.device)
+    return copy.copy_(grad)
