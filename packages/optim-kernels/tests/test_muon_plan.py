@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -369,6 +371,22 @@ def test_memory_that_gradients_of_another_dtype_take() -> None:
     assert_same_bits(ours.tensors(), theirs.tensors())
 
 
+@pytest.mark.parametrize("calls", range(4))
+def test_gradients_elsewhere_are_refused_in_every_step(calls: int) -> None:
+    ours, plan = Problem((8, 12)), MuonPlan()
+    for _ in range(calls):
+        ours.step(plan)
+    kept, ours.grads = ours.grads, [ours.grads[0].to("meta")]
+    before = ours.twin()
+    with pytest.raises(ValueError, match=rf"grads\[0\] must be where params\[0\] is, on {DEVICE}.*, got meta"):
+        ours.step(plan)
+    assert_same_bits(ours.tensors(), before.tensors())
+    ours.grads = before.grads = kept
+    ours.step(plan)
+    before.step(MuonPlan())
+    assert_same_bits(ours.tensors(), before.tensors())
+
+
 def test_sparse_gradients_are_left_to_plain_torch() -> None:
     ours = Problem((8, 12), (8, 12))
     theirs, plan = ours.twin(), MuonPlan()
@@ -379,6 +397,29 @@ def test_sparse_gradients_are_left_to_plain_torch() -> None:
         theirs.step(impl="torch")
         ours.close_to(theirs)
     assert plan.others == {1: "its gradient is torch.sparse_coo"}
+
+
+@pytest.mark.parametrize("calls", range(1, 4))
+def test_a_copy_of_a_plan_is_empty(calls: int) -> None:
+    """Its tables would have the addresses of what the plan keeps, and of another process's memory."""
+    ours, plan = Problem(*SHAPES), MuonPlan(tiles="shape")
+    for _ in range(calls):
+        ours.step(plan)
+    theirs = ours.twin()
+    for copied in (copy.copy(plan), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        assert copied.num_launches == 0
+        ours.step(copied)
+        theirs.step(MuonPlan(tiles="shape"))
+        assert_same_bits(ours.tensors(), theirs.tensors())
+
+
+def test_a_copied_gradient_holds_no_graph() -> None:
+    ours, plan = Problem((8, 12)), MuonPlan()
+    ours.step(plan)
+    weight = random((12, 8), 0).requires_grad_()
+    plan.refresh([weight.mul(2).t()])
+    assert plan.num_copied == 1
+    assert not any(each.requires_grad for each in plan._batches[0].plan._copies)
 
 
 def test_where_the_kernels_do_not_run_a_plan_changes_nothing() -> None:
@@ -403,6 +444,22 @@ def test_tiles_by_shape_do_not_depend_on_the_others() -> None:
             ours.step(plan)
         runs.append([each[0] for each in ours.lists.values()])
     assert_same_bits(*runs)
+
+
+def test_tiles_by_shape_do_not_depend_on_where_others_gradients_start() -> None:
+    ours, plan = Problem((16, 24), (16, 24)), MuonPlan(tiles="shape")
+    ours.step(plan)
+    assert [batch.places for batch in plan._batches] == [[0, 1]]
+    grads = [torch.empty(16 * 24 + 1, device=DEVICE)[1:].view(16, 24).copy_(ours.grads[0]), ours.grads[1]]
+    for told in (False, True):
+        if told:
+            plan.refresh(grads)
+        ours.grads, kept = grads, ours.grads
+        ours.step(plan)
+        assert [batch.places for batch in plan._batches] == [[0], [1]]
+        ours.grads = kept
+        ours.step(plan)
+        assert [batch.places for batch in plan._batches] == [[0, 1]]
 
 
 def test_fp64_is_left_to_plain_torch() -> None:
@@ -480,6 +537,45 @@ def test_what_does_not_fit_is_refused_before_anything_moves(
     muon_(**given)
     before.step(MuonPlan(), weight_decay=0.0, beta2=0.9, stochastic_rounding=True, steps=[1, 1, 1])
     assert_same_bits(ours.tensors(), before.tensors())
+
+
+@pytest.mark.parametrize("how", [lambda v: v.view(BF16)[:, :12], lambda v: v[:, ::2]], ids=["dtype", "strides"])
+def test_second_moments_that_become_another_kind_at_their_address(how: Callable[[Tensor], Tensor]) -> None:
+    ours, plan = Problem((8, 12)), MuonPlan()
+    memory = torch.zeros(1, 24, device=DEVICE)
+    ours.lists["second_moments"] = [memory[:, :12]]
+    ours.step(plan, beta2=0.9)
+    ours.lists["second_moments"] = [how(memory)]
+    before = ours.twin()
+    with pytest.raises(ValueError, match=r"second_moments\[0\] must be contiguous fp32 of 12 elements"):
+        ours.step(plan, beta2=0.9)
+    assert_same_bits(ours.tensors(), before.tensors())
+
+
+def test_dropped_plans_give_their_memory_back_before_more_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, plan = Problem((8, 12), (8, 12), dtypes=(FP32, BF16)), MuonPlan()
+    ours.step(plan)
+    old, left = [weakref.ref(batch.plan) for batch in plan._batches], []
+    make = MuonBatchPlan.__init__
+
+    def making(self: MuonBatchPlan, *arguments: Any, **options: Any) -> None:
+        left.append([each() is not None for each in old])
+        make(self, *arguments, **options)
+
+    monkeypatch.setattr(MuonBatchPlan, "__init__", making)
+    ours.lists["params"][0] = ours.lists["params"][0].clone()
+    ours.step(plan)
+    assert left == [[False, True]]
+
+
+def test_tensors_of_before_are_not_kept() -> None:
+    """Also where something is left to others, so that every step is looked at anew."""
+    ours, plan = Problem((8, 12)), MuonPlan()
+    ours.step(plan)
+    kept = weakref.ref(ours.lists["params"][0])
+    ours = Problem((8, 12), (0, 3))
+    ours.step(plan)
+    assert kept() is None
 
 
 def test_after_a_number_without_a_value(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,7 +239,8 @@ class KnownKinds:
     comes for the second time.
 
     Args:
-        with_shapes: whether contiguous tensors of different shapes, but equally many elements, differ in kind.
+        with_shapes: whether contiguous tensors of different shapes, but equally many elements, differ in kind, and
+            tensors on different devices.
     """
 
     def __init__(self, *, with_shapes: bool = False) -> None:
@@ -254,7 +255,7 @@ class KnownKinds:
             return last
         kinds = _kinds(tensors)
         if self._with_shapes:
-            kinds.append(list(map(Tensor.size, tensors)))
+            kinds.append([(tensor.shape, tensor.device) for tensor in tensors])
         if kinds != last:
             self._last = kinds, False, None
             return kinds

@@ -65,7 +65,10 @@ class MuonTensors:
         """What the tables hold of parameter and state, to tell when a tensor was replaced or is read otherwise."""
         optional = (0 if t is None else t.data_ptr() for t in (self.second_moment, self.master, self.step))
         addresses = (self.param.data_ptr(), self.momentum_buffer.data_ptr(), *optional)
-        return (*addresses, self.param.stride(), self.view, self.group, self.place, self.seed)
+        v = self.second_moment
+        # the others' dtypes are the same in a whole plan, and their strides those of the parameter
+        kind_of_moment = () if v is None else (v.dtype, v.is_contiguous())
+        return (*addresses, self.param.stride(), kind_of_moment, self.view, self.group, self.place, self.seed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ def muon_(
         views: how each parameter is read as matrices; ``None``: the last two dimensions, as stored.
         masters: fp32 masters, or int16 low halves (split16), of 16-bit parameters.
         clip_factor, grad_scale: 0-d tensors: gradients are multiplied by the former and divided by the latter.
-        found_inf: if nonzero, nothing is changed.
+        found_inf: if nonzero, nothing is changed. The host reads it, unless a plan steps all parameters.
         stochastic_rounding: round bf16 parameters at random; the bits follow from ``seed``, ``steps`` and ``indices``.
         steps: for each parameter the number of this step, from 1; needed with ``stochastic_rounding``, because the same
             bits in every step would lose the same small updates again and again.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from optim_kernels._newton_schulz.config import NSConfig, Tiles, check_tiles
 from optim_kernels._options import check_seed, check_switches
 from optim_kernels.functional._lists import are_same, check_shapes, check_tensors, check_whole
 from optim_kernels.functional._muon_checks import Views, check_step
-from optim_kernels.multi_tensor import KnownAddresses, KnownKinds, is_capturing, upload
+from optim_kernels.multi_tensor import KnownAddresses, KnownKinds, is_aligned, is_capturing, upload
 from optim_kernels.reference.muon import MuonRule, Scalar, ScaleRule
 from optim_utils.param_groups import MatrixView
 
@@ -48,11 +49,51 @@ class _Batch(NamedTuple):
         return [tensors[place] for place in self.places]
 
 
+class _Prepared:
+    """The arguments of a `prepare`, to tell whether later ones are like them; of gradients only types and layouts.
+
+    Args:
+        with_starts: whether it matters where gradients start: alignment chooses their plan.
+    """
+
+    def __init__(
+        self,
+        options: tuple[Any, ...],
+        tensors: Sequence[Sequence[Tensor | None]],
+        grads: Sequence[Tensor],
+        *,
+        with_starts: bool,
+    ) -> None:
+        # copies of lists, because the caller may change its own
+        self._options, self._tensors = options, [list(each) for each in tensors]
+        self._stored = [tensor for each in tensors for tensor in each if tensor is not None]
+        self._addresses = KnownAddresses(self._stored)
+        self._types, self._known = list(map(type, grads)), KnownKinds(with_shapes=True)
+        self._kinds = self._known.of(grads)
+        self._starts = _are_aligned(grads) if with_starts else None
+
+    def is_of(self, options: tuple[Any, ...], tensors: Sequence[Sequence[Tensor | None]]) -> bool:
+        """Whether options and tensors are the same, and the tensors where they were."""
+        return (
+            options == self._options and are_same(tensors, self._tensors) and self._addresses.are_those_of(self._stored)
+        )
+
+    def fits(self, grads: Sequence[Tensor]) -> bool:
+        """Whether gradients have the layouts of before."""
+        return (
+            # types first: what is no tensor has no layout
+            list(map(type, grads)) == self._types
+            and self._known.of(grads) == self._kinds
+            and (self._starts is None or _are_aligned(grads) == self._starts)
+        )
+
+
 class MuonPlan:
     """A planned Muon step over given tensors, for `muon_`, which then steps the matrices of a shape together.
 
     ``MuonPlan()`` is empty until `muon_` is called with it, which plans anew whenever it is given other tensors or
-    options than before. Where the kernels do not run, a plan changes nothing.
+    options than before. Where the kernels do not run, a plan changes nothing. It keeps parameters and state alive but
+    no gradients, and a copy of it is empty.
 
     Args:
         tiles: with ``"auto"`` the bits of a parameter depend on how many others are stepped with it. With ``"shape"``
@@ -76,14 +117,13 @@ class MuonPlan:
         self._captured: list[_Batch] = []
         # with stochastic rounding, the steps that all parameters have taken, on each device
         self._counts: dict[torch.device, Tensor] = {}
-        # the arguments of the last `prepare`, if nothing was left to others; of gradients only types and layouts
-        self._options: tuple[Any, ...] | None = None
-        self._tensors: list[Sequence[Tensor | None]] = []
-        self._stored: list[Tensor] = []
-        self._addresses = KnownAddresses([])
-        self._known_grads = KnownKinds(with_shapes=True)
-        self._grads: tuple[list[type], list[Any]] = [], []
+        # the last `prepare`, if nothing was left to others, and if gradients are still laid out as then
+        self._prepared: _Prepared | None = None
         self._params: list[Tensor] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # tables hold addresses, so a copy is empty and plans anew
+        return partial(type(self), tiles=self._tiles), ()
 
     @classmethod
     def build(
@@ -138,17 +178,16 @@ class MuonPlan:
             none if second_moments is None else second_moments,
             none if masters is None else masters,
         ]
-        # copies of lists, because the caller may change its own
         places = range(len(params)) if indices is None else _ints(indices)
         options = (
             *(nesterov, row_equilibrate, renormalize, cautious, maximize, scale, ns, second_moments is None),
             *(stochastic_rounding, seed, places, None if views is None else list(views), impl),
         )
-        if self._are_planned(options, tensors, grads):
+        if self._prepared is not None and self._prepared.is_of(options, tensors) and self._prepared.fits(grads):
             for batch in self._batches:
                 batch.plan.refresh(batch.of(grads), same_layout=True)
             return
-        self._options, self._params = None, []
+        self._prepared, self._params = None, []
         check_switches(stochastic_rounding=stochastic_rounding)
         check_seed(seed)
         rule = MuonRule(
@@ -175,27 +214,7 @@ class MuonPlan:
         self._plan(members, rule, ns or NSConfig(), variance=second_moments is not None)
         self._params = list(params)
         if not self.others:
-            self._options, self._tensors = options, [list(each) for each in tensors]
-            self._stored = [tensor for each in tensors for tensor in each if tensor is not None]
-            self._addresses = KnownAddresses(self._stored)
-            self._note_layouts(grads)
-
-    def _are_planned(
-        self, options: tuple[Any, ...], tensors: Sequence[Sequence[Tensor | None]], grads: Sequence[Tensor]
-    ) -> bool:
-        """Whether all is as in the last `prepare`: options, tensors and where they are, the gradients' layouts."""
-        return (
-            self._options is not None
-            and options == self._options
-            and are_same(tensors, self._tensors)
-            and self._addresses.are_those_of(self._stored)
-            # types first: what is no tensor has no layout
-            and list(map(type, grads)) == self._grads[0]
-            and self._known_grads.of(grads) == self._grads[1]
-        )
-
-    def _note_layouts(self, grads: Sequence[Tensor]) -> None:
-        self._grads = list(map(type, grads)), self._known_grads.of(grads)
+            self._prepared = _Prepared(options, tensors, grads, with_starts=self._tiles == "shape")
 
     def _sort(
         self, lists: Sequence[Sequence[Any]], ns: NSConfig, impl: Impl, seed: int | None
@@ -243,9 +262,8 @@ class MuonPlan:
         """Have a plan for the parameters of each kind: one of before, if it is of the same tensors and options."""
         wanted = []
         for kind, members in kinds.items():
-            key, addresses = (kind, rule, ns, variance), [t.address_key() for t in members]
-            known = (batch.plan for batch in (*self._batches, *self._captured) if batch.key == key)
-            plan = next((plan for plan in known if list(plan.address_key) == addresses), None)
+            key = (kind, rule, ns, variance)
+            plan = self._known_plan(key, [t.address_key() for t in members])
             if plan is None and is_capturing(members[0].param.device):
                 raise RuntimeError(
                     "a step is being captured into a CUDA graph, but there is no plan of its tensors and options yet, "
@@ -270,6 +288,12 @@ class MuonPlan:
                 plan.refresh([t.grad for t in members])
             self._batches.append(_Batch(key, first.param.device, draws_bits, places, plan))
 
+    def _known_plan(self, key: tuple[Any, ...], addresses: list[Any]) -> MuonBatchPlan | None:
+        """A plan of before, of the same options and of tensors at the same addresses."""
+        known = (batch.plan for batch in (*self._batches, *self._captured) if batch.key == key)
+        return next((plan for plan in known if list(plan.address_key) == addresses), None)
+
+    @torch.no_grad()
     def refresh(self, grads: Sequence[Tensor]) -> None:
         """Take note of other gradients, of the same shapes and dtypes; `muon_` does so itself.
 
@@ -281,10 +305,10 @@ class MuonPlan:
             raise ValueError(f"the plan is for {len(self._params)} gradients, got {len(grads)}")
         check_tensors(grads=grads)
         check_shapes(self._params, "params", grads=grads)
+        if self._prepared is not None and not self._prepared.fits(grads):
+            self._prepared = None
         for batch in self._batches:
             batch.plan.refresh(batch.of(grads))
-        if self._options is not None:
-            self._note_layouts(grads)
 
     def check_steps(self, steps: Sequence[int]) -> None:
         """Raise where grouped launches cannot draw the bits of steps of these numbers, one for each parameter.
@@ -352,3 +376,7 @@ def _ints(indices: Sequence[Any]) -> list[int]:
     if not {int}.issuperset(map(type, indices)):
         check_whole(indices=indices)
     return list(map(int, indices))
+
+
+def _are_aligned(grads: Sequence[Tensor]) -> list[bool]:
+    return list(map(is_aligned, map(Tensor.data_ptr, grads)))
