@@ -590,6 +590,18 @@ def test_after_a_number_without_a_value(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(taken) == 1
 
 
+def test_a_compiled_caller() -> None:
+    torch._dynamo.reset()
+    ours, plan = Problem(*SHAPES), MuonPlan()
+    theirs = ours.twin()
+    step = torch.compile(lambda lr: ours.step(plan, lr=lr), backend="eager")
+    for lr in (0.1, 0.2, 0.3):
+        step(lr)
+        theirs.step(MuonPlan(), lr=lr)
+    assert_same_bits(ours.tensors(), theirs.tensors())
+    assert plan.others == {}
+
+
 def test_what_graphs_read_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their replays read the tables, whatever later calls do; and calls that come back take them again."""
     ours, plan = Problem((8, 12), (12, 8)), MuonPlan()

@@ -21,6 +21,7 @@ from optim_kernels.functional._lists import are_same, check_shapes, check_tensor
 from optim_kernels.functional._muon_checks import Views, check_step
 from optim_kernels.multi_tensor import KnownAddresses, KnownKinds, is_aligned, is_capturing, upload
 from optim_kernels.reference.muon import MuonRule, Scalar, ScaleRule
+from optim_utils.compiling import not_compiled
 from optim_utils.param_groups import MatrixView
 
 if TYPE_CHECKING:
@@ -109,6 +110,8 @@ class MuonPlan:
 
     def __init__(self, *, tiles: Tiles = "auto") -> None:
         check_tiles(tiles)
+        # looked up, so that a caller may be compiled (`not_compiled`)
+        self.prepare  # noqa: B018
         self._tiles = tiles
         self.others: dict[int, str] = {}
         self.views: list[MatrixView] = []
@@ -140,6 +143,7 @@ class MuonPlan:
         plan.prepare(params, grads, momentum_buffers, **options)
         return plan
 
+    @not_compiled
     @torch.no_grad()
     def prepare(
         self,
@@ -310,6 +314,7 @@ class MuonPlan:
         for batch in self._batches:
             batch.plan.refresh(batch.of(grads))
 
+    @not_compiled
     def check_steps(self, steps: Sequence[int]) -> None:
         """Raise where grouped launches cannot draw the bits of steps of these numbers, one for each parameter.
 
@@ -331,6 +336,7 @@ class MuonPlan:
                         f"steps[{place}] must be the number of this step, from 1 to 2**24, got {steps[place]}"
                     )
 
+    @not_compiled
     def run(
         self,
         *,
