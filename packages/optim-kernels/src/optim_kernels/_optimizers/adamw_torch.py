@@ -125,10 +125,15 @@ def _torch_step(
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
+            weight_decay=_without_dims(group["weight_decay"]),
+            eps=_without_dims(group["eps"]),
             maximize=group["maximize"],
         )
+
+
+def _without_dims(number: Any) -> Any:
+    """A number; a 1-element tensor becomes a 0-d one, since a 0-d parameter could not be multiplied by it in place."""
+    return number.reshape(()) if isinstance(number, Tensor) else number
 
 
 def _scaled(grad: Tensor, scale: Tensor) -> Tensor:

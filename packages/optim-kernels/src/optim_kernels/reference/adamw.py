@@ -53,15 +53,17 @@ def adamw_update(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The new ``(p, m, v, w)`` of step number ``step``; nothing is changed in place. All tensors have one dtype."""
     lr, beta1, beta2, t = (_fp64(x) for x in (scalars.lr, scalars.beta1, scalars.beta2, step))
+    # a user may give tensors of these, too
+    eps, weight_decay = _fp64(scalars.eps), _fp64(scalars.weight_decay)
     step_size = _rounded(lr / (1 - beta1**t), p)
     sqrt_correction = _rounded((1 - beta2**t) ** 0.5, p)
-    decay = _rounded(lr * scalars.weight_decay, p)
+    decay = _rounded(lr * weight_decay, p)
 
     m = _rounded(beta1, p) * m + _rounded(1 - beta1, p) * g
     v = _rounded(beta2, p) * v + _rounded(1 - beta2, p) * g * g
     if w is not None:
         w = torch.maximum(w, v)
-    denominator = (v if w is None else w).sqrt() / sqrt_correction + scalars.eps
+    denominator = (v if w is None else w).sqrt() / sqrt_correction + _rounded(eps, p)
     p = p - (decay * p + step_size * (m / denominator))
     return p, m, v, w
 
