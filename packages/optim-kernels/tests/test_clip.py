@@ -355,6 +355,16 @@ def test_a_norm_that_is_no_tensor_is_refused() -> None:
     assert torch.equal(p.grad, torch.ones_like(p))
 
 
+def test_a_norm_with_a_dimension_scales_gradients_without() -> None:
+    """This failed when other gradients had been scaled."""
+    params = [torch.nn.Parameter(torch.ones(shape, device=DEVICE)) for shape in ((2,), ())]
+    for p in params:
+        p.grad = torch.full_like(p, 8.0)
+    clip_grads_with_norm_(params, 1.0, torch.full((1,), 4.0, device=DEVICE))
+    assert [p.grad.sum().item() for p in params if p.grad is not None] == pytest.approx([4.0, 2.0])
+    assert clip_factor(torch.full((1,), 4.0), 1.0).shape == ()
+
+
 @pytest.mark.parametrize("clip", [clip_grad_norm_, lambda params, limit: clip_grads_with_norm_(params, limit, ONE)])
 @pytest.mark.parametrize("last", ["expanded", torch.float8_e5m2, torch.int32], ids=str)
 def test_no_gradient_is_scaled_where_one_cannot_be(clip: Any, last: Any) -> None:

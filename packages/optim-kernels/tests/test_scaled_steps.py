@@ -59,3 +59,18 @@ def test_the_scale_of_a_step_that_failed_is_forgotten(kind: str, fail: Callable[
             scaler.update()
         found.append(params)
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_the_norm_is_a_number_whatever_the_dimensions_of_the_scale(impl: str) -> None:
+    (p,) = random_parameters((3, 4))
+    for optimizer in (
+        TritonAdamW([p], max_norm=1.0, impl=impl),  # type: ignore[arg-type]
+        TritonMuonAdamW([{"kind": "adamw", "params": [p]}], max_norm=1.0, impl=impl),  # type: ignore[arg-type]
+    ):
+        p.grad = torch.full_like(p, 8.0)
+        optimizer.grad_scale = torch.full((1,), 4.0, device=DEVICE)  # type: ignore[union-attr]
+        optimizer.step()
+        assert optimizer.grad_norm is not None
+        assert optimizer.grad_norm.shape == ()
+        assert optimizer.grad_norm.item() == pytest.approx(2 * 12**0.5)

@@ -155,6 +155,9 @@ def clip_factor(total_norm: Tensor, max_norm: float) -> Tensor:
         ValueError: one that is not one real number.
     """
     check_scalar_tensors(total_norm=total_norm)
+    if total_norm.ndim:
+        # a factor with a dimension would broadcast a 0-d gradient to it
+        total_norm = total_norm.reshape(())
     return reference.clip_factor(total_norm, float(max_norm))
 
 

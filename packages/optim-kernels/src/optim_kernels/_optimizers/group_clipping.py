@@ -89,11 +89,11 @@ def norm_and_factor(
     if differentiable and not isinstance(grads, TensorList):
         with torch.enable_grad():
             norm = _differentiable_norm(grads, norm_type)
-            norm = norm if grad_scale is None else norm / grad_scale.to(norm)
+            norm = norm if grad_scale is None else norm / grad_scale.to(norm).reshape(())
             return norm.detach(), reference.clip_factor(norm, max_norm)
     norm, factor = norms.norm_and_factor(grads, norm_type, max_norm)
     if grad_scale is not None:
-        norm = norm / grad_scale.to(norm)
+        norm = norm / grad_scale.to(norm).reshape(())
         factor = reference.clip_factor(norm, max_norm)
     return norm, factor
 
