@@ -4,6 +4,9 @@ Kernel modules import ``triton`` and ``tl`` from here, and are themselves import
 package works without Triton. The interpreter (``TRITON_INTERPRET=1``, kernels on a machine without a GPU) lacks three
 things, each with a helper here: products of bf16 (``dot``), rounding when a value is narrowed (``narrow``), and the
 types of arguments (``wide``). Nothing is autotuned: tiles are chosen by shape.
+
+Triton compiles a kernel once more for each integer that is 1, as a constant, or a multiple of 16, which helps where
+addresses come from it. So kernels name numbers of tiles and lengths of products' sums in ``do_not_specialize``.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def reciprocal(unit):
     return tl.where(unit > 0.0, 1.0 / tl.where(unit > 0.0, unit, 1.0), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns"])
 def limits_kernel(
     x,
     limits,
@@ -128,7 +128,7 @@ def _added(partials, row, M, parts, PARTS: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["scale"])
+@triton.jit(do_not_specialize=["scale", "columns"])
 def rounding_kernel(
     x,
     scale,

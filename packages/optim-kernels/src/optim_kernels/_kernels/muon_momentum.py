@@ -224,7 +224,7 @@ def _divisor(norm, norm_scale, eps, ADD_EPS: tl.constexpr):
     return tl.where(divisor == 0.0, 1.0, divisor)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chains"])
 def norm_kernel(
     table,
     grads,
@@ -366,7 +366,7 @@ def strips_kernel(
         _strip(places, row, hyper, control, row_squares, G_DTYPE, B_DTYPE, X_DTYPE, NESTEROV, MAXIMIZE, ALIGNED, False)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chains"])
 def equilibrate_kernel(
     table,
     row_squares,

@@ -138,7 +138,7 @@ def update_kernel(
     update_tile(record, hyper, scale, first_outer, first_inner, o, P_DTYPE, MASTER_KIND, CAUTIOUS, STOCHASTIC, ALIGNED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_matrix", "tiles", "rows", "columns", "K"])
 def last_product_kernel(
     s_desc,
     x_desc,

@@ -51,7 +51,7 @@ def _tile(x, batch, tile, columns, batch_stride, row_stride, column_stride, M, N
     return start + rows.to(tl.int64) * row_stride + cols.to(tl.int64) * column_stride, (rows < M) & (cols < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "columns"])
 def squares_kernel(
     g,
     partials,
@@ -111,7 +111,7 @@ def inverse_norm(squares, norm_scale, eps, ADD_EPS: tl.constexpr):
     return tl.where(squares == 0.0, 1.0, 1.0 / _divisor(squares, norm_scale, eps, ADD_EPS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns"])
 def scale_kernel(
     g,
     partials,
@@ -167,7 +167,7 @@ def factors_kernel(a, factors, batch_stride, row_stride, M, BLOCK: tl.constexpr)
     tl.store(factors + batch * M + row, tl.where(sums == 0.0, 0.0, 1.0 / tl.sqrt(tl.where(sums == 0.0, 1.0, sums))))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns"])
 def row_factors_kernel(
     x,
     factors,

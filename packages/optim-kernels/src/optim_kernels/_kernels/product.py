@@ -93,7 +93,7 @@ def multiply_tile(
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "rows", "columns", "K"])
 def general_kernel(
     a_desc,
     b_desc,

@@ -121,7 +121,7 @@ def _symmetric_tile(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "T", "K"])
 def symmetric_kernel(
     a_desc,
     b_desc,
@@ -181,7 +181,7 @@ def symmetric_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["whole", "T", "K"])
 def quartered_kernel(
     a_desc,
     b_desc,
@@ -262,7 +262,7 @@ def quartered_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["whole", "T", "K"])
 def joined_kernel(
     x_desc,
     c_desc,
