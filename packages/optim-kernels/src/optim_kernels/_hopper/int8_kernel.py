@@ -188,7 +188,7 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["K"])
+@gluon.jit(do_not_specialize=["total", "T", "columns", "K"])
 def int8_product_kernel(
     a_desc,
     b_desc,

@@ -171,7 +171,7 @@ def allocate(a_desc, b_desc, d_desc, STAGES: gl.constexpr):
     return ring, buffers, c_ready, turn
 
 
-@gluon.jit(do_not_specialize=["K"])
+@gluon.jit(do_not_specialize=["total", "tiles", "T", "columns", "K"])
 def product_kernel(
     a_desc,
     b_desc,

@@ -142,7 +142,7 @@ def update_tile(record, hyper, lr_scale, matrix, o, i, j, update: gl.constexpr):
     barrier()
 
 
-@gluon.jit(do_not_specialize=["K"])
+@gluon.jit(do_not_specialize=["first_matrix", "total", "tiles", "T", "columns", "K"])
 def update_product_kernel(
     s_desc,
     x_desc,

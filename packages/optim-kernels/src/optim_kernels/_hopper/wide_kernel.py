@@ -161,7 +161,7 @@ def _consume(ME: gl.constexpr, results, ring, buffers, c_ready, schedule, number
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["K"])
+@gluon.jit(do_not_specialize=["total", "tiles", "T", "columns", "K"])
 def wide_product_kernel(
     a_desc,
     b_desc,
