@@ -340,6 +340,25 @@ def groups_that_only_some_ranks_are_in(rank, world_size):
         of_few.close()
 
 
+@scenario(2)
+def groups_that_end_leave_names_to_others(rank, world_size):
+    """Up to 2.13 torch names a group by how many there are, and so might give a name that another still has."""
+    passing = [dist.new_group([0, 1]) for _ in range(2)]
+    nets, optimizers = zip(*(build(rank, accumulation_steps=1, timeout=110) for _ in range(2)))
+    for group in passing:
+        dist.barrier()
+        dist.destroy_process_group(group)
+        net, optimizer = build(rank, accumulation_steps=1, timeout=110)
+        nets, optimizers = (*nets, net), (*optimizers, optimizer)
+    for net, optimizer in zip(nets, optimizers):
+        net(batch(rank, 0)).backward()
+        optimizer.step()
+    for net in nets[1:]:
+        assert_same(values(net), values(nets[0]))
+    for optimizer in optimizers:
+        optimizer.close()
+
+
 def _steps_with_another(rank, group):
     """An optimizer of ranks 0 and 1 that has stepped as torch's does with the mean of their gradients."""
     mine, alone = (nn.Parameter(torch.ones(7, device=device_of(rank))) for _ in range(2))

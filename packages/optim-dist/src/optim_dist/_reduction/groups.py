@@ -7,6 +7,7 @@ group of the same kind takes it, once it was given back on all ranks.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import weakref
 from collections.abc import Iterator, Sequence
@@ -100,7 +101,7 @@ def new_group(
     backend: str | None = None,
 ) -> dist.ProcessGroup:
     """A new process group of ``ranks``, which are connected by ``met``. Collective among these ranks alone."""
-    with _one_name(met), _made_by(ranks):
+    with _one_name(ranks, met), _made_by(ranks):
         try:
             return dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
         except RuntimeError as error:
@@ -112,19 +113,22 @@ def new_group(
 
 
 @contextmanager
-def _one_name(met: Sequence[Connected]) -> Iterator[None]:
+def _one_name(ranks: Sequence[int], met: Sequence[Connected]) -> Iterator[None]:
     """Let the group that is made inside have the same name on all of its ranks.
 
     torch puts a number into the name that each rank counts by itself; ranks with different names wait for each other.
     Up to torch 2.13 it is the number of groups that the rank is in: ranks in fewer groups make groups of one rank,
-    which wait for nobody, until they are in as many. Later it is the number of groups that the rank took part in
+    which wait for nobody, until they are in as many, and in so many that no other group has the name, as one may that
+    was made before somebody ended a group. Later it is the number of groups that the rank took part in
     making, and it is in every other group's name, too: so the count is replaced by a random one that no rank will
     reach, and then restored, so that it still equals that of ranks that took no part.
     """
     world = dist.distributed_c10d._world
     if torch.__version__ < "2.14":  # compared as versions
-        num_groups = len(world.pg_names)
-        for _ in range(_largest(met, num_groups) - num_groups):
+        number = _largest(met, len(world.pg_names))
+        while (free := _largest(met, _first_free(ranks, number))) > number:
+            number = free
+        for _ in range(number - len(world.pg_names)):
             dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         yield
         return
@@ -133,6 +137,15 @@ def _one_name(met: Sequence[Connected]) -> Iterator[None]:
         yield
     finally:
         world.group_count = count
+
+
+def _first_free(ranks: Sequence[int], number: int) -> int:
+    """The first number from ``number`` on with which, up to torch 2.13, no group has the name of one of ``ranks``."""
+    names = set(dist.distributed_c10d._world.pg_names.values())
+    members = "_".join(map(str, ranks))
+    while hashlib.sha1(f"{members}_{number}".encode(), usedforsecurity=False).hexdigest() in names:
+        number += 1
+    return number
 
 
 @contextmanager
