@@ -378,12 +378,13 @@ def test_what_is_no_number_and_no_switch_by_now_is_refused_before_anything_moves
 
 
 @pytest.mark.parametrize("formats", [{}, {"state_dtype": (torch.float64, None)}], ids=["torch's code", "reference"])
-def test_tensors_of_one_number_decay_parameters_without_dimensions(formats: dict[str, Any]) -> None:
-    """A step failed there, when other parameters had moved."""
+@pytest.mark.parametrize("kind", [torch.tensor, np.array], ids=["tensors", "arrays"])
+def test_hyperparameters_may_be_tensors_and_arrays_of_one_number(kind: Any, formats: dict[str, Any]) -> None:
+    """A step failed, of tensors at the parameter without dimensions, when others had moved."""
     wide, narrow = ([torch.nn.Parameter(torch.ones(shape)) for shape in ((3,), ())] for _ in range(2))
     numbers = {"lr": 0.1, "weight_decay": 0.25, "eps": 0.5}
-    tensors: dict[str, Any] = {name: torch.tensor([number]) for name, number in numbers.items()}
-    for params, options in ((wide, tensors), (narrow, numbers)):
+    arrays: dict[str, Any] = {name: kind([number]) for name, number in numbers.items()}
+    for params, options in ((wide, arrays), (narrow, numbers)):
         for p in params:
             p.grad = torch.ones_like(p)
         TritonAdamW(params, impl="torch", **options, **formats).step()

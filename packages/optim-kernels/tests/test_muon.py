@@ -5,6 +5,7 @@ import math
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from random_tensors import DEVICE, give_gradients
@@ -449,6 +450,19 @@ def test_what_does_not_fit_is_refused_before_anything_moves(change: dict[str, An
         muon_([p], **arguments)
     assert torch.equal(p, torch.ones(4, 6))
     assert not buffer.any()
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_hyperparameters_may_be_arrays_of_one_number(shape: tuple[int, ...]) -> None:
+    numbers = {"lr": 0.1, "weight_decay": 0.25, "momentum": 0.5, "beta2": 0.75}
+    arrays: dict[str, Any] = {name: np.full(shape, number) for name, number in numbers.items()}
+    params = parameters((4, 6)), parameters((4, 6))
+    with torch.no_grad():
+        params[1][0].copy_(params[0][0])
+    for own, options in zip(params, (arrays, numbers)):
+        own[0].grad = torch.ones_like(own[0])
+        TritonMuon(own, impl="torch", **options).step()
+    assert torch.equal(params[0][0], params[1][0])
 
 
 @pytest.mark.parametrize(

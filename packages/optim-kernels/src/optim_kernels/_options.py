@@ -35,6 +35,16 @@ def check_scalars(**scalars: Any) -> None:
             raise ValueError(f"{name} must be a real number, got {scalar.dtype}")
 
 
+def without_dims(number: Any) -> Any:
+    """A hyperparameter as torch's operators take it: a float, or a 0-d tensor.
+
+    They do not take NumPy's arrays of one number; and a tensor of shape (1,) would broadcast a 0-d parameter to it.
+    """
+    if isinstance(number, Tensor):
+        return number.reshape(()) if number.ndim else number
+    return float(number)
+
+
 def check_scalar_tensors(**numbers: Any) -> None:
     """Raise unless each number that is given is a tensor of one element.
 

@@ -13,6 +13,7 @@ from optim_kernels import reference
 from optim_kernels._dtensors import local, note_shards_were_written
 from optim_kernels._optimizers.adamw_state import MOMENTS
 from optim_kernels._optimizers.storage import MASTER_KEYS, master_of
+from optim_kernels._options import without_dims
 from optim_utils.low_bit import LowBitTensor
 
 
@@ -122,18 +123,13 @@ def _torch_step(
             fused=None if group["fused"] is None else False,
             has_complex=any(param.is_complex() for param in params),
             amsgrad=group["amsgrad"],
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=_without_dims(group["weight_decay"]),
-            eps=_without_dims(group["eps"]),
+            beta1=without_dims(group["betas"][0]),
+            beta2=without_dims(group["betas"][1]),
+            lr=without_dims(group["lr"]),
+            weight_decay=without_dims(group["weight_decay"]),
+            eps=without_dims(group["eps"]),
             maximize=group["maximize"],
         )
-
-
-def _without_dims(number: Any) -> Any:
-    """A number; a 1-element tensor becomes a 0-d one, since a 0-d parameter could not be multiplied by it in place."""
-    return number.reshape(()) if isinstance(number, Tensor) else number
 
 
 def _scaled(grad: Tensor, scale: Tensor) -> Tensor:

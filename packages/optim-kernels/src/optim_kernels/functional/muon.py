@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._impl import Impl
-from optim_kernels._options import check_scalar_tensors, check_scalars, check_seed, check_switches
+from optim_kernels._options import check_scalar_tensors, check_scalars, check_seed, check_switches, without_dims
 from optim_kernels.functional._lists import (
     check_floating,
     check_lengths,
@@ -263,6 +263,7 @@ def _updates(
     impl: Impl,
 ) -> list[Tensor]:
     """`muon_update` of what was checked."""
+    momentum, beta2 = without_dims(momentum), without_dims(beta2)
     updates = []
     for i, (grad, buffer) in enumerate(zip(grads, momentum_buffers, strict=True)):
         u = momentum_(grad, buffer, momentum=momentum, rule=rule, clip_factor=clip_factor)
@@ -332,6 +333,7 @@ def _apply(
     bits: Sequence[Rounding] | None,
 ) -> None:
     """`apply_muon_update_` of what was checked."""
+    lr, weight_decay = without_dims(lr), without_dims(weight_decay)
     for i, (p, o) in enumerate(zip(params, updates, strict=True)):
         master = None if masters is None else masters[i]
         old = read_param(p, master).to(wide_dtype(p, o))
