@@ -19,7 +19,7 @@ from optim_utils.param_groups import MatrixView
 
 pytest.importorskip("triton")
 
-from optim_kernels.functional import _muon_batch_plan, muon_plan
+from optim_kernels.functional import _muon_batch_plan, _muon_checks, muon_plan
 from optim_kernels.functional._muon_batch_plan import MuonBatchPlan
 from optim_kernels.functional._muon_launches import StepLaunches
 
@@ -602,24 +602,26 @@ def test_a_compiled_caller() -> None:
     assert plan.others == {}
 
 
+def capture(context: pytest.MonkeyPatch) -> None:
+    """Let steps go on as in the capture of a CUDA graph."""
+    for module in (_muon_batch_plan, _muon_checks, muon_plan):
+        context.setattr(module, "is_capturing", lambda _: True)
+
+
 def test_what_graphs_read_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their replays read the tables, whatever later calls do; and calls that come back take them again."""
     ours, plan = Problem((8, 12), (12, 8)), MuonPlan()
     ours.step(plan)
 
-    def capturing(context: pytest.MonkeyPatch) -> None:
-        for module in (_muon_batch_plan, muon_plan):
-            context.setattr(module, "is_capturing", lambda _: True)
-
     with monkeypatch.context() as context:
-        capturing(context)
+        capture(context)
         ours.step(plan)
     kept = weakref.ref(plan._batches[0].plan)
     params = list(ours.lists["params"])
     ours.lists["params"] = [p.clone() for p in params]
     before = ours.twin()
     with monkeypatch.context() as context:
-        capturing(context)
+        capture(context)
         with pytest.raises(RuntimeError, match="captured into a CUDA graph, but there is no plan of its tensors"):
             ours.step(plan)
     assert_same_bits(ours.tensors(), before.tensors())
@@ -634,13 +636,36 @@ def test_what_graphs_read_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(plan._captured) == 1
 
 
-def test_random_bits_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, plan = Problem((8, 12), dtypes=(BF16,)), MuonPlan()
-    ours.step(plan, stochastic_rounding=True, steps=[1])
+@pytest.mark.parametrize("how", ["planned", "left to others", "without a plan"])
+def test_random_bits_are_not_captured(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = Problem((8, 12), (0, 3) if how == "planned" else (8, 12), dtypes=(BF16, FP32))
+    plan = None if how == "without a plan" else MuonPlan()
+    if how == "left to others":
+        ours.lists["params"][0] = laid_out(ours.lists["params"][0], "gaps")
+    ours.step(plan, stochastic_rounding=True, steps=[1, 1])
     before = ours.twin()
-    monkeypatch.setattr(muon_plan, "is_capturing", lambda _: True)
-    with pytest.raises(RuntimeError, match="a step with stochastic_rounding is being captured into a CUDA graph"):
-        ours.step(plan, stochastic_rounding=True, steps=[2])
+    capture(monkeypatch)
+    with pytest.raises(RuntimeError, match=r"params\[0\] would be rounded at random in a step that is being captured"):
+        ours.step(plan, stochastic_rounding=True, steps=[2, 2])
+    assert_same_bits(ours.tensors(), before.tensors())
+
+
+def test_a_plan_that_never_ran_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first launches load kernels, which a capture does not allow."""
+    ours = Problem((8, 12), (12, 8))
+    before = ours.twin()
+    plan = MuonPlan.build(grads=ours.grads, impl="triton", ns=EXACT, **ours.lists)
+    with monkeypatch.context() as context:
+        capture(context)
+        with pytest.raises(RuntimeError, match="call muon_ with the plan once before"):
+            ours.step(plan)
+    assert_same_bits(ours.tensors(), before.tensors())
+    ours.step(plan)
+    with monkeypatch.context() as context:
+        capture(context)
+        ours.step(plan)
+    for _ in range(2):
+        before.step(MuonPlan())
     assert_same_bits(ours.tensors(), before.tensors())
 
 

@@ -226,6 +226,11 @@ class MuonBatchPlan:
         return {param: "; ".join(distinct) for param, distinct in words.items()}
 
     @property
+    def has_run(self) -> bool:
+        """Whether a step was run, and so kernels are compiled and loaded."""
+        return self._has_run
+
+    @property
     def was_captured(self) -> bool:
         """Whether a graph of the caller's holds launches of the plan, and so needs its tables."""
         return self._was_captured

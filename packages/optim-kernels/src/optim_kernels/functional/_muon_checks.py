@@ -21,6 +21,7 @@ from optim_kernels.functional._lists import (
     check_writable,
     description,
 )
+from optim_kernels.multi_tensor import is_capturing
 from optim_kernels.reference.muon import second_moment_shape, wide_dtype
 from optim_utils.param_groups import MatrixView
 
@@ -61,6 +62,16 @@ def check_step(
     found = check_update(grads, momentum_buffers, ns=ns, second_moments=second_moments, views=views, impl=impl)
     check_layouts(found, params=params, masters=masters)
     return found
+
+
+def check_random_bits(params: Sequence[Tensor], masters: Sequence[Tensor | None] | None) -> None:
+    """Raise ``RuntimeError`` where stochastic rounding is captured: all replays would draw the bits of one step."""
+    for i, p in enumerate(params):
+        if p.dtype == torch.bfloat16 and (masters is None or masters[i] is None) and is_capturing(p.device):
+            raise RuntimeError(
+                f"params[{i}] would be rounded at random in a step that is being captured into a CUDA graph, whose "
+                "replays would all draw the same bits; TritonMuon counts its steps on the device"
+            )
 
 
 def check_update(

@@ -27,6 +27,7 @@ from optim_kernels.functional._lists import (
 from optim_kernels.functional._muon_checks import (
     Views,
     check_layouts,
+    check_random_bits,
     check_step,
     check_update,
     num_second_moments,
@@ -110,8 +111,8 @@ def muon_(
             is written. With a plan also what its kernels cannot take: second moments that are not contiguous fp32, and
             parameters that share memory.
         TypeError: something else in place of a number, a view, a plan or an `NSConfig`, likewise.
-        RuntimeError: ``impl="triton"`` where the kernels cannot run; a step that a CUDA graph captures before it was
-            planned, or with a plan and ``stochastic_rounding``.
+        RuntimeError: ``impl="triton"`` where the kernels cannot run; a step that a CUDA graph captures with
+            ``stochastic_rounding``, or with a plan that has not run it before.
     """
     check_switches(stochastic_rounding=stochastic_rounding)
     check_seed(seed)
@@ -166,9 +167,10 @@ def muon_(
             indices=indices,
             impl=impl,
         )
-        if stochastic_rounding:
-            plan.check_steps(steps or ())
+        plan.check_run(steps if stochastic_rounding else None)
         all_views, alone = plan.views, plan.others
+    if stochastic_rounding:
+        check_random_bits(params, masters)
     factor = gradient_scale(clip_factor, grad_scale)
     if alone and not (found_inf is not None and bool(found_inf.item())):
         bits: list[Rounding] | None = None

@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
 # The kernels count steps in fp32, which has all whole numbers up to this one.
 MOST_STEPS = 2**24
+# A capture allows neither tables to be filled nor kernels to be loaded.
+NOT_READY = (
+    "a step is being captured into a CUDA graph, but there is no plan of its tensors and options that has run before; "
+    "call muon_ with the plan once before the capture"
+)
 
 
 class _Batch(NamedTuple):
@@ -269,10 +274,7 @@ class MuonPlan:
             key = (kind, rule, ns, variance)
             plan = self._known_plan(key, [t.address_key() for t in members])
             if plan is None and is_capturing(members[0].param.device):
-                raise RuntimeError(
-                    "a step is being captured into a CUDA graph, but there is no plan of its tensors and options yet, "
-                    "and tables cannot be made in a capture; call muon_ with the plan once before"
-                )
+                raise RuntimeError(NOT_READY)
             wanted.append((key, members, plan))
         aside = [batch.plan for batch in self._captured]
         # no graph may be dropped while another is captured
@@ -315,21 +317,18 @@ class MuonPlan:
             batch.plan.refresh(batch.of(grads))
 
     @not_compiled
-    def check_steps(self, steps: Sequence[int]) -> None:
-        """Raise where grouped launches cannot draw the bits of steps of these numbers, one for each parameter.
+    def check_run(self, steps: Sequence[int] | None) -> None:
+        """Raise where `run` cannot take these steps, one for each parameter; before anything is written.
 
         Raises:
             ValueError: a number that is not from 1 to 2**24.
-            RuntimeError: in a CUDA graph's capture, whose replays would all draw the same bits.
+            RuntimeError: in a CUDA graph's capture, if the plan has not run before.
         """
         for batch in self._batches:
-            if not batch.draws_bits:
+            if not batch.plan.has_run and is_capturing(batch.device):
+                raise RuntimeError(NOT_READY)
+            if steps is None or not batch.draws_bits:
                 continue
-            if is_capturing(batch.device):
-                raise RuntimeError(
-                    "a step with stochastic_rounding is being captured into a CUDA graph, whose replays would all draw "
-                    "the bits of the same steps; TritonMuon counts them on the device"
-                )
             for place in batch.places:
                 if not 1 <= steps[place] <= MOST_STEPS:
                     raise ValueError(
