@@ -17,6 +17,7 @@ _JUMPS = ("BRA", "BRX", "CALL")
 _IN_BRACKETS = re.compile(r"\[(.*?)\]")
 _INSTRUCTION = re.compile(r"(?P<condition>@\S+\s+)?(?P<name>\S+)\s*(?P<operands>.*)")
 _LABEL = re.compile(r"[.]L_x_\d+")
+_A_IN_REGISTERS = re.compile(r"R\d+, R\d+, gdesc")
 _REGISTER = re.compile(r"\bUR(\d+)\b")
 
 
@@ -57,12 +58,16 @@ def _parts(instruction: str) -> tuple[bool, str, str]:
 
 
 def _reads(instruction: str) -> set[int]:
-    """Of a reader the registers: each that it names and the next one, for a place takes two at least."""
+    """Of a reader the registers: each that it names and the next one, for a place takes two at least.
+
+    Of tensor cores A's place and then B's; where A is in other registers, the room for its place is not read.
+    """
     _, name, operands = _parts(instruction)
     if not name.startswith(_READERS):
         return set()
     named = _REGISTER.findall(" ".join(_IN_BRACKETS.findall(operands)))
-    return {int(number) + more for number in named for more in (0, 1)}
+    taken = (0, 1) if "gdesc" not in operands else (2, 3) if _A_IN_REGISTERS.match(operands) else (0, 1, 2, 3)
+    return {int(number) + more for number in named for more in taken}
 
 
 def _writes(instruction: str) -> set[int]:

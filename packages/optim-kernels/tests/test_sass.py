@@ -8,6 +8,7 @@ from sass import unwritten_reads
 # as ptxas 12.8 has compiled two branches
 BRANCHES = """
         /*0000*/                   ULDC.64 UR14, c[0x0][0x198] ;
+        /*0008*/                   ULDC.64 UR10, c[0x0][0x1a0] ;
         /*0010*/              @!P1 BRA `(.L_x_1) ;
         /*0020*/                   UMOV UR8, UR20 ;
         /*0030*/                   UMOV UR9, 0x40000040 ;
@@ -39,6 +40,10 @@ STORE, LOWER, UPPER = (
         ("ULDC.64 UR14", "ULDC UR14", [STORE, UPPER]),
         # one way writes nothing, also behind its own read
         ("UIADD3.64", "NOP", [LOWER, STORE, UPPER]),
+        # B's place, behind A's
+        ("ULDC.64 UR10", "ULDC UR10", [LOWER, UPPER]),
+        # A in other registers
+        ("R24, gdesc[UR8], R24, gsb0", "R24, R4, gdesc[UR8], R24, gsb0", []),
         # the other way is none
         ("BRA `(.L_x_1)", "EXIT", []),
         # a table of jumps
