@@ -344,7 +344,8 @@ def test_complex_parameters_are_stepped_as_by_torch() -> None:
         ("lr", None, "lr must be a number"),
         ("lr", "0.1", "lr must be a number"),
         ("eps", "1e-8", "eps must be a number"),
-        ("eps", np.ones(2), r"eps must be 1-element, got shape \(2,\)"),
+        ("eps", np.ones(2), r"eps must be a number, got an array of shape \(2,\)"),
+        ("lr", np.ones(1), r"lr must be a number, got an array of shape \(1,\); give one number's item\(\)"),
         ("weight_decay", None, "weight_decay must be a number"),
         ("betas", None, "betas must be a pair, got None"),
         ("betas", (0.9,), r"betas must be a pair, got \(0.9,\)"),
@@ -378,12 +379,14 @@ def test_what_is_no_number_and_no_switch_by_now_is_refused_before_anything_moves
 
 
 @pytest.mark.parametrize("formats", [{}, {"state_dtype": (torch.float64, None)}], ids=["torch's code", "reference"])
-@pytest.mark.parametrize("kind", [torch.tensor, np.array], ids=["tensors", "arrays"])
-def test_hyperparameters_may_be_tensors_and_arrays_of_one_number(kind: Any, formats: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", [lambda x: torch.tensor([x]), np.array], ids=["tensors", "arrays"])
+def test_hyperparameters_may_be_tensors_of_one_number_and_arrays_without_dimensions(
+    kind: Any, formats: dict[str, Any]
+) -> None:
     """A step failed, of tensors at the parameter without dimensions, when others had moved."""
     wide, narrow = ([torch.nn.Parameter(torch.ones(shape)) for shape in ((3,), ())] for _ in range(2))
     numbers = {"lr": 0.1, "weight_decay": 0.25, "eps": 0.5}
-    arrays: dict[str, Any] = {name: kind([number]) for name, number in numbers.items()}
+    arrays: dict[str, Any] = {name: kind(number) for name, number in numbers.items()}
     for params, options in ((wide, arrays), (narrow, numbers)):
         for p in params:
             p.grad = torch.ones_like(p)

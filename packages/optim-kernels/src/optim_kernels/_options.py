@@ -21,16 +21,17 @@ def check_scalars(**scalars: Any) -> None:
 
     Raises:
         TypeError: for anything that is not a number.
-        ValueError: for a tensor or array of several elements, in torch's words, and for a complex tensor.
+        ValueError: for a tensor of several elements, in torch's words, for an array with dimensions, and for a complex
+            tensor.
     """
     for name, scalar in scalars.items():
         if not hasattr(scalar, "__float__"):
             raise TypeError(f"{name} must be a number or a 1-element tensor, got {scalar!r}")
         if isinstance(scalar, Tensor) and scalar.numel() != 1:
             raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(scalar.shape)}")
-        # NumPy's arrays have a __float__, which raises for several numbers
-        if not isinstance(scalar, Tensor) and getattr(scalar, "size", 1) != 1:
-            raise ValueError(f"{name} must be 1-element, got shape {scalar.shape}")
+        # NumPy's arrays have a __float__, which from 2.4 on raises for those with dimensions
+        if not isinstance(scalar, Tensor) and getattr(scalar, "ndim", 0):
+            raise ValueError(f"{name} must be a number, got an array of shape {scalar.shape}; give one number's item()")
         if isinstance(scalar, Tensor) and scalar.is_complex():
             raise ValueError(f"{name} must be a real number, got {scalar.dtype}")
 
@@ -38,7 +39,7 @@ def check_scalars(**scalars: Any) -> None:
 def without_dims(number: Any) -> Any:
     """A hyperparameter as torch's operators take it: a float, or a 0-d tensor.
 
-    They do not take NumPy's arrays of one number; and a tensor of shape (1,) would broadcast a 0-d parameter to it.
+    They take no NumPy arrays; and a tensor of shape (1,) would broadcast a parameter without dimensions to it.
     """
     if isinstance(number, Tensor):
         return number.reshape(()) if number.ndim else number
