@@ -30,8 +30,9 @@ def check_scalars(**scalars: Any) -> None:
         if isinstance(scalar, Tensor) and scalar.numel() != 1:
             raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(scalar.shape)}")
         # NumPy's arrays have a __float__, which from 2.4 on raises for those with dimensions
-        if not isinstance(scalar, Tensor) and getattr(scalar, "ndim", 0):
-            raise ValueError(f"{name} must be a number, got an array of shape {scalar.shape}; give one number's item()")
+        shape: tuple[int, ...] = () if isinstance(scalar, Tensor) else getattr(scalar, "shape", ())
+        if shape:
+            raise ValueError(f"{name} must be a number, got an array of shape {shape}; give one number's item()")
         if isinstance(scalar, Tensor) and scalar.is_complex():
             raise ValueError(f"{name} must be a real number, got {scalar.dtype}")
 
