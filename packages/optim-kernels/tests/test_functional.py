@@ -453,6 +453,30 @@ def test_a_plan_takes_no_other_gradients() -> None:
         plan.step([g[0].half()], scalars)
 
 
+@pytest.mark.parametrize("planned", [True, False], ids=["planned", "unplanned"])
+def test_a_compiled_caller(planned: bool) -> None:
+    """The compiler leaves the kernels' part as it is, as it does for a MuonPlan."""
+    torch._dynamo.reset()
+    ours, theirs = (Problem((FP32, FP32, FP32, FP32), ((8, 12), (5,))) for _ in range(2))
+    plan = AdamWPlan() if planned else None
+
+    def step(problem: Problem, lr: float, plan: AdamWPlan | None = None) -> None:
+        options = {**OPTIONS, "lr": lr}
+        adamw_(grads=problem.grads, steps=problem.steps, plan=plan, impl="triton", **problem.lists, **options)
+
+    compiled = torch.compile(lambda lr: step(ours, lr, plan), backend="eager")
+    for lr in (0.1, 0.2, 0.3):
+        compiled(lr)
+        step(theirs, lr)
+        for problem in (ours, theirs):
+            problem.grads = [grad * 2 for grad in problem.grads]
+    assert plan is None or plan.num_launches == 1
+    assert ours.steps == theirs.steps
+    for key, tensors in ours.lists.items():
+        assert all(map(torch.equal, tensors, theirs.lists[key])), key
+        assert [t._version for t in tensors] == [t._version for t in theirs.lists[key]], key
+
+
 @pytest.mark.parametrize("calls", range(1, 4))
 def test_a_copy_of_a_plan_is_empty(calls: int) -> None:
     """Its tables would have the addresses of what the plan keeps, and of another process's memory."""

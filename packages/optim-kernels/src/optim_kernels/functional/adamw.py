@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels import reference
-from optim_kernels._impl import Impl, check_impl, use_triton
+from optim_kernels._impl import Impl, check_impl
 from optim_kernels._options import are_numbers, check_scalar_tensors, check_scalars, check_seed, check_switches
 from optim_kernels.functional._lists import (
     check_counts,
@@ -23,7 +23,6 @@ from optim_kernels.functional._lists import (
     check_writable,
 )
 from optim_kernels.functional.adamw_plan import AdamWPlan
-from optim_kernels.multi_tensor import TensorList
 from optim_kernels.reference.adamw import Betas, Scalar, scalars_of
 
 
@@ -122,9 +121,8 @@ def adamw_(
         check_tensors(params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs)
         check_whole(indices=indices, starts=starts)
         check_flags(present=present)
-    if not planned and not all(use_triton(impl, p, f"params[{i}]") for i, p in enumerate(params)):
-        if impl == "auto" and any(p.is_cuda for p in params) and not all(p.is_cuda for p in params):
-            raise ValueError("params are on CUDA and elsewhere; call adamw_ once for each device")
+        plan = _plan_for(params, plan, impl)
+    if plan is None:
         moments = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "max_exp_avg_sqs": more_state["max_exp_avg_sqs"]}
         check_tensors(**moments)
         check_floating(params=params, grads=grads, **moments)
@@ -136,8 +134,7 @@ def adamw_(
             params, grads, exp_avgs, exp_avg_sqs, steps=steps, **more_state, **hyper, **scaling, **places, **rounding
         )
         return
-    plan = plan or AdamWPlan()
-    seen = TensorList(grads, plan.known_grads)
+    seen = plan.look_at(grads)
     plan.prepare(
         params,
         seen,
@@ -153,6 +150,18 @@ def adamw_(
     plan.step(seen, scalars_of(len(params), **hyper), **scaling)
     # tell autograd, which then refuses to differentiate through the overwritten values
     torch.autograd.graph.increment_version(params)
+
+
+def _plan_for(params: Sequence[Tensor], plan: AdamWPlan | None, impl: Impl) -> AdamWPlan | None:
+    """The caller's plan, or a new one, where the kernels update all parameters; ``None`` where plain torch does."""
+    on_cuda = [p.is_cuda for p in params]
+    if impl == "auto" and any(on_cuda) and not all(on_cuda):
+        raise ValueError("params are on CUDA and elsewhere; call adamw_ once for each device")
+    # found without a plan, which imports the compiler (`not_compiled`)
+    if impl == "torch" or (impl == "auto" and not any(on_cuda)):
+        return None
+    plan = plan or AdamWPlan()
+    return plan if plan.can_take(params, impl) else None
 
 
 def _lists_among(hyper: Mapping[str, Any]) -> dict[str, Sequence[Any] | None]:

@@ -12,11 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
+from optim_kernels._impl import Impl, use_triton
 from optim_kernels.functional._adamw_launch import AdamWLaunch
 from optim_kernels.functional._adamw_tensor import PlannedTensor, Signature, check_shared_steps, with_memory
 from optim_kernels.functional._lists import are_same, check_apart
 from optim_kernels.multi_tensor import KnownAddresses, KnownKinds, TensorList
 from optim_kernels.reference.adamw import AdamWScalars
+from optim_utils.compiling import not_compiled
 
 
 class AdamWPlan:
@@ -26,6 +28,8 @@ class AdamWPlan:
     """
 
     def __init__(self) -> None:
+        # looked up, so that a caller may be compiled (`not_compiled`)
+        self.prepare  # noqa: B018
         self._launches: list[AdamWLaunch] = []
         # the arguments of the last `prepare`; of gradients only addresses, kinds and layouts, to compare others with
         self._tensors: list[Sequence[Tensor | None]] = []
@@ -34,7 +38,7 @@ class AdamWPlan:
         # all tensors with memory among those arguments
         self._stored: list[Tensor] = []
         self._addresses = KnownAddresses([])
-        self.known_grads = KnownKinds()
+        self._known_grads = KnownKinds()
         # addresses and kinds of the gradients that the launches know
         self._known: tuple[list[int], list[Any]] | None = None
         self.num_tensors = 0
@@ -52,6 +56,17 @@ class AdamWPlan:
         plan.prepare(params, grads, *states, **options)
         return plan
 
+    @not_compiled
+    def can_take(self, params: Sequence[Tensor], impl: Impl) -> bool:
+        """Whether the kernels update all of these parameters; an error where ``impl`` asks for them in vain."""
+        return all(use_triton(impl, p, f"params[{i}]") for i, p in enumerate(params))
+
+    @not_compiled
+    def look_at(self, grads: Sequence[Tensor]) -> TensorList:
+        """This step's gradients, as both ``prepare`` and ``step`` take them."""
+        return TensorList(grads, self._known_grads)
+
+    @not_compiled
     def prepare(
         self,
         params: Sequence[Tensor],
@@ -155,6 +170,7 @@ class AdamWPlan:
             launch.refresh(TensorList([grads.tensors[place] for place in launch.places]))
         self._known = None if any(launch.filled_in_capture for launch in self._launches) else seen
 
+    @not_compiled
     def step(
         self,
         grads: Sequence[Tensor] | TensorList,
