@@ -522,6 +522,8 @@ NOT_TO_BE_STEPPED = {
     "switch": (0, "nesterov", "no", ValueError, "nesterov must be True or False, got 'no'"),
     "choice": (1, "missing_grad", "never", ValueError, "missing_grad must be one of .* got 'never'"),
     "lr of AdamW": (2, "lr", torch.ones(2), ValueError, r"Tensor lr must be 1-element, got shape \(2,\)"),
+    "lr without a value": (2, "lr", torch.tensor(0.1, device="meta"), ValueError, "lr is on meta, and so has no value"),
+    "the same of Muon": (0, "lr", torch.tensor(0.1, device="meta"), ValueError, "lr is on meta, and so has no value"),
     "betas": (2, "betas", (0.9,), ValueError, r"betas must be a pair, got \(0.9,\)"),
     "maximize": (2, "maximize", "yes", ValueError, "maximize must be True or False, got 'yes'"),
 }

@@ -354,6 +354,50 @@ def test_what_is_no_number_and_no_switch_is_refused_by_name(option: dict[str, An
     assert all(torch.equal(x, torch.ones_like(x)) for each in tensors for x in each)
 
 
+def on_meta(value: float) -> Tensor:
+    return torch.tensor(value, device="meta")
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        ({"lr": on_meta(0.1)}, "lr"),
+        ({"lr": [0.1, on_meta(0.1)]}, "lr"),
+        ({"eps": on_meta(1e-8)}, "eps"),
+        ({"weight_decay": on_meta(0.1)}, "weight_decay"),
+        ({"betas": (0.9, on_meta(0.9))}, r"betas\[1\]"),
+        ({"betas": [(0.9, 0.9), (on_meta(0.9), 0.9)]}, r"betas\[0\]"),
+        ({"grad_scale": on_meta(1.0)}, "grad_scale"),
+        ({"found_inf": on_meta(0.0)}, "found_inf"),
+        ({"clip_factor": on_meta(1.0)}, "clip_factor"),
+    ],
+    ids=str,
+)
+def test_numbers_without_a_value_are_refused_by_name(option: dict[str, Any], name: str, impl: Any) -> None:
+    tensors = [[torch.ones(4, 3, device=DEVICE) for _ in range(2)] for _ in range(4)]
+    with pytest.raises(ValueError, match=f"^{name} is on meta, and so has no value; give one on {DEVICE}"):
+        adamw_(*tensors, **{"steps": torch.zeros((), device=DEVICE), **OPTIONS, **option}, impl=impl)
+    assert all(torch.equal(x, torch.ones_like(x)) for each in tensors for x in each)
+
+
+@pytest.mark.parametrize("option", ["lr", "beta1", "weight_decay"])
+def test_a_plan_refuses_numbers_without_a_value(option: str) -> None:
+    tensors = [[torch.ones(4, device=DEVICE)] for _ in range(4)]
+    plan = AdamWPlan.build(*tensors, steps=torch.zeros((), device=DEVICE))
+    scalars = AdamWScalars(0.1, 0.9, 0.99, 1e-8, 0.0)._replace(**{option: on_meta(0.5)})
+    with pytest.raises(ValueError, match=f"^{option} is on meta, and so has no value; give one on {DEVICE}"):
+        plan.step(tensors[1], [scalars])
+    assert all(torch.equal(x, torch.ones_like(x)) for (x,) in tensors)
+
+
+def test_parameters_without_values_take_numbers_without_a_value() -> None:
+    """A step that only shows what shapes and memory it takes."""
+    tensors = [[torch.empty(4, 3, device="meta")] for _ in range(4)]
+    adamw_(*tensors, steps=on_meta(0.0), **{**OPTIONS, "lr": on_meta(0.1)}, clip_factor=on_meta(1.0))
+    muon_(*tensors[:3], lr=on_meta(0.1), momentum=on_meta(0.9), clip_factor=on_meta(1.0))
+
+
 @pytest.mark.parametrize("found", [0.0, 1.0])
 def test_muon_moves_nothing_where_gradients_overflowed(found: float) -> None:
     param, grad, buffer = (torch.ones(3, 3, device=DEVICE) for _ in range(3))

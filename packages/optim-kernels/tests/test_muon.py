@@ -34,6 +34,7 @@ def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: i
         optimizer.step()
 
 
+ON_META = torch.tensor(0.5, device="meta")
 unclamped = pytest.mark.skipif(torch.__version__ < "2.14", reason="torch's Muon has it since 2.14")
 
 
@@ -440,6 +441,13 @@ def test_groups_of_one_seed_round_by_bits_of_their_own() -> None:
         ({"lr": torch.tensor(0.1 + 0j)}, r"lr must be a real number, got torch\.complex64"),
         ({"weight_decay": [0.1]}, r"weight_decay must be a number or a 1-element tensor, got \[0.1\]"),
         ({"momentum": "0.9"}, "momentum must be a number or a 1-element tensor, got '0.9'"),
+        ({"lr": ON_META}, "lr is on meta, and so has no value; give one on cpu"),
+        ({"weight_decay": ON_META}, "weight_decay is on meta, and so has no value"),
+        ({"momentum": ON_META}, "momentum is on meta, and so has no value"),
+        ({"beta2": ON_META, "second_moments": [torch.zeros(6)]}, "beta2 is on meta, and so has no value"),
+        ({"grad_scale": ON_META}, "grad_scale is on meta, and so has no value"),
+        ({"found_inf": ON_META}, "found_inf is on meta, and so has no value"),
+        ({"clip_factor": ON_META}, "clip_factor is on meta, and so has no value"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -470,8 +478,10 @@ def test_hyperparameters_may_be_arrays_without_dimensions() -> None:
         ({"clip_factor": torch.ones(6)}, r"clip_factor must be a 0-d tensor, one number for all .*, got shape \(6,\)"),
         ({"clip_factor": 0.5}, r"clip_factor must be a 0-d tensor, got 0.5; give torch.tensor\(0.5\)"),
         ({"rule": {"nesterov": True}}, r"rule must be a MuonRule or None, got \{'nesterov': True\}"),
+        ({"momentum": ON_META}, "momentum is on meta, and so has no value; give one on cpu"),
+        ({"clip_factor": ON_META}, "clip_factor is on meta, and so has no value; give one on cpu"),
     ],
-    ids=["factors", "number", "rule"],
+    ids=["factors", "number", "rule", "momentum", "no factor"],
 )
 def test_what_does_not_fit_an_update_is_refused_before_momentum_moves(options: dict[str, Any], message: str) -> None:
     buffer = torch.zeros(4, 6)
@@ -513,6 +523,8 @@ def test_the_halves_of_a_step_refuse_what_does_not_fit() -> None:
         apply_muon_update_(params, grads[:1], lr=0.1, scale="spectral")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"grads\[0\] must be matrices \[..., r, c\], got shape \(6,\)"):
         muon_update([torch.ones(6)], [torch.zeros(6)])
+    with pytest.raises(ValueError, match="lr is on meta, and so has no value; give one on cpu"):
+        apply_muon_update_(params, grads[:1], lr=ON_META)
     assert torch.equal(params[0], torch.ones(4, 6))
 
 
@@ -541,6 +553,7 @@ def test_the_halves_of_a_step_refuse_what_does_not_fit() -> None:
         ({"lr": None}, "lr must be a number or a 1-element tensor, got None"),
         ({"momentum": "0.9"}, "momentum must be a number or a 1-element tensor, got '0.9'"),
         ({"weight_decay": [0.1]}, r"weight_decay must be a number or a 1-element tensor, got \[0.1\]"),
+        ({"lr": ON_META}, "lr is on meta, and so has no value; give one on cpu"),
         ({"beta2": (0.9, 0.95)}, r"beta2 must be a number or a 1-element tensor, got \(0.9, 0.95\)"),
         ({"nesterov": "False"}, "nesterov must be True or False, got 'False'"),
         ({"cautious": None}, "cautious must be True or False, got None"),

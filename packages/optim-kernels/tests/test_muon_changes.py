@@ -179,6 +179,22 @@ def test_no_plan_moves_where_a_hyperparameter_of_another_is_no_number_by_now(imp
     torch.testing.assert_close([p.detach(), optimizer.state[p]["momentum_buffer"]], before, rtol=0, atol=0)
 
 
+@IMPLS
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "momentum", "beta2"])
+def test_muon_moves_nothing_where_a_hyperparameter_of_a_group_is_on_meta_by_now(impl: str, name: str) -> None:
+    p, q = parameter(8, 12), parameter(8, 12)
+    optimizer = muon([{"params": [p]}, {"params": [q], "beta2": 0.9}], impl)
+    for count in (1, 2):
+        steps(optimizer, count=count)
+        before = [p.detach().clone(), optimizer.state[p]["momentum_buffer"].clone()]
+        kept = optimizer.param_groups[1][name]
+        optimizer.param_groups[1][name] = torch.tensor(0.5, device="meta")
+        with pytest.raises(ValueError, match=f"^{name} is on meta, and so has no value; give one on {DEVICE}"):
+            steps(optimizer)
+        torch.testing.assert_close([p.detach(), optimizer.state[p]["momentum_buffer"]], before, rtol=0, atol=0)
+        optimizer.param_groups[1][name] = kept
+
+
 class Unread(torch.Tensor):
     """A number on a device: to ask whether it is zero, say, would wait for it."""
 
@@ -201,6 +217,8 @@ def test_the_host_does_not_ask_for_beta2() -> None:
         ("eps", "1e-8", "eps must be a number"),
         ("betas", None, "betas must be a pair, got None"),
         ("betas", ("0.9", 0.9), r"betas\[0\] must be a number"),
+        ("lr", torch.tensor(0.1, device="meta"), "lr is on meta, and so has no value"),
+        ("betas", (0.9, torch.tensor(0.9, device="meta")), r"betas\[1\] is on meta, and so has no value"),
     ],
 )
 def test_muon_does_not_move_where_a_hyperparameter_of_adamw_is_no_number_by_now(

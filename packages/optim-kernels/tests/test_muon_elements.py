@@ -341,6 +341,8 @@ FAULTS: list[tuple[Any, dict[str, Any], str]] = [
     (momenta_of, {"momentum": torch.ones(2)}, r"Tensor momentum must be 1-element, got shape \(2,\)"),
     (momenta_of, {"momentum": "0.9"}, "momentum must be a number or a 1-element tensor, got '0.9'"),
     (updates_of, {"lr": [0.1, None]}, "lr must be a number or a 1-element tensor, got None"),
+    (momenta_of, {"momentum": torch.ones((), device="meta")}, "momentum is on meta, and so has no value"),
+    (updates_of, {"lr": torch.ones((), device="meta")}, "lr is on meta, and so has no value"),
     (updates_of, {"weight_decay": "0"}, "weight_decay must be a number or a 1-element tensor, got '0'"),
     (updates_of, {"lr": []}, r"groups must be numbers of the 0 entries of lr, got \[0\]"),
     (updates_of, {"scales": [1.0]}, r"scales must have one entry for each of the 2 params, got 1"),

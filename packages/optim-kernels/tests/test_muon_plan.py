@@ -19,7 +19,7 @@ from optim_utils.param_groups import MatrixView
 
 pytest.importorskip("triton")
 
-from optim_kernels.functional import _muon_batch_plan, _muon_checks, muon_plan
+from optim_kernels.functional import _muon_batch_plan, _muon_checks, muon, muon_plan
 from optim_kernels.functional._muon_batch_plan import MuonBatchPlan
 from optim_kernels.functional._muon_launches import StepLaunches
 
@@ -578,13 +578,29 @@ def test_tensors_of_before_are_not_kept() -> None:
     assert kept() is None
 
 
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "momentum", "beta2", "clip_factor", "found_inf"])
+def test_a_number_without_a_value_is_refused_before_anything_moves(name: str) -> None:
+    """Neither what the plan steps, nor what is stepped alone."""
+    ours, plan = Problem((8, 12), (12, 8), variance=True), MuonPlan()
+    ours.grads[1] = ours.grads[1].to_sparse()
+    ours.step(plan)
+    assert list(plan.others) == [1]
+    before = ours.twin()
+    with pytest.raises(ValueError, match=f"^{name} is on meta, and so has no value; give one on {DEVICE}"):
+        ours.step(plan, **{name: torch.tensor(0.5, device="meta")})
+    assert_same_bits(ours.tensors(), before.tensors())
+
+
 def test_after_a_number_without_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches read the inputs of the first step that runs."""
     ours, plan, taken = Problem((8, 12)), MuonPlan(), []
     take = StepLaunches.take_inputs
     monkeypatch.setattr(StepLaunches, "take_inputs", lambda launches: taken.append(take(launches)))
-    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
-        ours.step(plan, lr=torch.tensor(0.1, device="meta"))
+    with monkeypatch.context() as context:
+        # so that it comes to where inputs are set
+        context.setattr(muon, "check_values", lambda *_, **__: None)
+        with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+            ours.step(plan, lr=torch.tensor(0.1, device="meta"))
     assert taken == []
     ours.step(plan)
     assert len(taken) == 1

@@ -37,6 +37,18 @@ def check_scalars(**scalars: Any) -> None:
             raise ValueError(f"{name} must be a real number, got {scalar.dtype}")
 
 
+def check_values(params: Iterable[Tensor], **numbers: Any) -> None:
+    """Raise ``ValueError`` for a number on meta, which has no value, unless all the parameters are there, too."""
+    for name, number in numbers.items():
+        if not isinstance(number, Tensor) or not number.is_meta:
+            continue
+        for param in params:
+            if not param.is_meta:
+                raise ValueError(
+                    f"{name} is on meta, and so has no value; give one on {param.device}, where the parameters are"
+                )
+
+
 def without_dims(number: Any) -> Any:
     """A hyperparameter as torch's operators take it: a float, or a 0-d tensor.
 

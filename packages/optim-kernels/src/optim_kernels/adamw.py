@@ -132,7 +132,7 @@ class TritonAdamW(PrivateState, TorchAdamW):
     ) -> None:
         check_impl(impl)
         # torch compares them with numbers, in an error that does not name them
-        check_adamw_scalars({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        check_adamw_scalars({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, in_step=False)
         # before float(), which accepts strings
         check_scalars(norm_type=norm_type)
         # Held until ``super().__init__`` adds the first group, which moves them into the defaults.
@@ -334,7 +334,7 @@ class TritonAdamW(PrivateState, TorchAdamW):
     def _merged_group(self, index: int, mine: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         merged = super()._merged_group(index, mine, saved)
         check_update(merged)
-        check_adamw_scalars(merged)
+        check_adamw_scalars(merged, in_step=False)
         check_adamw_ranges(merged, of_tensors=False, loaded=True)
         return merged
 

@@ -312,7 +312,7 @@ def _check_choices(group: dict[str, Any]) -> None:
     """`_check_adamw_group` without the ranges of numbers, which for tensors on the device cost a synchronisation."""
     check_impl(group["impl"])
     check_switches(capturable=group["capturable"], maximize=group["maximize"])
-    check_adamw_scalars(group)
+    check_adamw_scalars(group, in_step=False)
     for option in _NOT_HERE:
         if group.get(option):
             raise ValueError(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from optim_kernels._dtensors import is_dtensor
 from optim_kernels._optimizers.storage import MOMENT_DTYPES, MasterWeights, check_master, check_master_weights
-from optim_kernels._options import are_numbers, check_scalars, check_seed, check_switches
+from optim_kernels._options import are_numbers, check_scalars, check_seed, check_switches, check_values
 
 StateDtype = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | Literal["int8"] | None
 
@@ -34,7 +34,7 @@ def check_group(group: Mapping[str, Any], names: Sequence[str], *, loaded: bool 
         TypeError: something else in place of a number.
         ValueError: a number out of its range, another value than the option has, or a parameter that it is not for.
     """
-    check_adamw_scalars(group)
+    check_adamw_scalars(group, in_step=False)
     check_adamw_ranges(group, of_tensors=False, loaded=loaded)
     check_update(group)
     state_dtype, master_weights = group.get("state_dtype"), group.get("master_weights")
@@ -72,10 +72,13 @@ def check_storage(param: Tensor, name: str, state_dtype: StateDtype, master_weig
     check_master(param, name, master_weights)
 
 
-def check_adamw_scalars(group: Mapping[str, Any]) -> None:
+def check_adamw_scalars(group: Mapping[str, Any], *, in_step: bool = True) -> None:
     """Check a group's hyperparameters as `check_scalars` does, that betas are a pair, and maximize as a switch.
 
     Fast for Python numbers, as every step calls it.
+
+    Args:
+        in_step: whether values are needed, which tensors on meta lack; else they may yet be given one.
     """
     betas = group["betas"]
     if (type(betas) is not tuple and (isinstance(betas, str) or not isinstance(betas, Sequence))) or len(betas) != 2:
@@ -83,8 +86,11 @@ def check_adamw_scalars(group: Mapping[str, Any]) -> None:
     scalars = (group["lr"], *betas, group["eps"], group["weight_decay"])
     maximize = group.get("maximize", False)
     if not are_numbers((*scalars, maximize)):
-        check_scalars(**dict(zip(_ADAMW_SCALARS, scalars)))
+        numbers = dict(zip(_ADAMW_SCALARS, scalars))
+        check_scalars(**numbers)
         check_switches(maximize=maximize)
+        if in_step:
+            check_values(group["params"], **numbers)
 
 
 def check_adamw_ranges(group: Mapping[str, Any], *, of_tensors: bool = True, loaded: bool = False) -> None:

@@ -20,7 +20,7 @@ from optim_kernels._impl import check_impl
 from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
 from optim_kernels._newton_schulz.config import NSConfig, config_of, hashable
 from optim_kernels._optimizers.storage import MOMENT_DTYPES, check_dtype, check_master, check_master_weights
-from optim_kernels._options import are_numbers, check_scalars, check_seed, check_switches
+from optim_kernels._options import are_numbers, check_scalars, check_seed, check_switches, check_values
 from optim_kernels.reference.muon import MuonRule, ScaleRule
 from optim_utils.param_groups import MatrixView
 
@@ -171,12 +171,15 @@ def _check_ranges(group: Mapping[str, Any], *, least: float) -> None:
 def check_muon_scalars(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """The group's hyperparameters, in the order of ``HYPERPARAMETERS``, with 0 for a ``beta2`` that is None.
 
-    Raises where one is not a number; values on a device are not read. Fast for Python numbers, as every step calls it.
+    Raises where one is not a number, or has no value; values on a device are not read. Fast for Python numbers, as
+    every step calls it.
     """
     beta2 = group["beta2"]
     scalars = (group["lr"], group["weight_decay"], group["momentum"], 0.0 if beta2 is None else beta2)
     if not are_numbers(scalars):
-        check_scalars(**dict(zip(HYPERPARAMETERS, scalars)))
+        numbers = dict(zip(HYPERPARAMETERS, scalars))
+        check_scalars(**numbers)
+        check_values(group["params"], **numbers)
     return scalars
 
 

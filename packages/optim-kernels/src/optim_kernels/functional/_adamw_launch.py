@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import is_wrapper
-from optim_kernels._options import are_numbers, check_scalars, check_switches
+from optim_kernels._options import are_numbers, check_scalars, check_switches, check_values
 from optim_kernels.functional._adamw_scalars import hyperparameter_rows, write_betas
 from optim_kernels.functional._adamw_tensor import PlannedTensor, addresses
 from optim_kernels.functional._adamw_tuning import Tuning, code_chunks, tuning
@@ -214,6 +214,7 @@ class AdamWLaunch:
             for each in scalars:
                 check_switches(maximize=each.maximize)
                 check_scalars(**each._replace(maximize=False)._asdict())
+                check_values([self._members[0].param], **each._asdict())
         if not numbers or scalars != self._scalars:
             self._set_scalars(scalars, numbers)
         if not self._is_uploaded:

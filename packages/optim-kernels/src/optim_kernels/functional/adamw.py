@@ -10,7 +10,14 @@ from torch import Tensor
 
 from optim_kernels import reference
 from optim_kernels._impl import Impl, check_impl
-from optim_kernels._options import are_numbers, check_scalar_tensors, check_scalars, check_seed, check_switches
+from optim_kernels._options import (
+    are_numbers,
+    check_scalar_tensors,
+    check_scalars,
+    check_seed,
+    check_switches,
+    check_values,
+)
 from optim_kernels.functional._lists import (
     check_counts,
     check_flags,
@@ -104,7 +111,8 @@ def adamw_(
     rounding: dict[str, Any] = {"stochastic_rounding": stochastic_rounding, "seed": seed}
     if not planned:
         check_seed(seed)
-        _check_hyperparameters(**hyper)
+        check_tensors(params=params)
+        _check_hyperparameters(params, **hyper)
         check_counts(steps)
         check_lengths(
             len(params),
@@ -118,10 +126,11 @@ def adamw_(
             **places,
             names=names,
         )
-        check_tensors(params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs)
+        check_tensors(grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs)
         check_whole(indices=indices, starts=starts)
         check_flags(present=present)
         plan = _plan_for(params, plan, impl)
+    check_values(params, **scaling)
     if plan is None:
         moments = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "max_exp_avg_sqs": more_state["max_exp_avg_sqs"]}
         check_tensors(**moments)
@@ -176,8 +185,10 @@ def _listed(value: Any) -> Sequence[Any] | None:
     return value if isinstance(value, Sequence) and not isinstance(value, str) else None
 
 
-def _check_hyperparameters(lr: Any, betas: Any, eps: Any, weight_decay: Any, maximize: Any) -> None:
-    """Raise for a hyperparameter of the wrong kind, whether all tensors share it or each has its own."""
+def _check_hyperparameters(
+    params: Sequence[Tensor], lr: Any, betas: Any, eps: Any, weight_decay: Any, maximize: Any
+) -> None:
+    """Raise for a hyperparameter of the wrong kind or without a value, whether tensors share it or each has its own."""
     for check, name, value in (
         (check_scalars, "lr", lr),
         (check_scalars, "eps", eps),
@@ -188,10 +199,13 @@ def _check_hyperparameters(lr: Any, betas: Any, eps: Any, weight_decay: Any, max
         if not are_numbers(values):
             for each in values:
                 check(**{name: each})
+                check_values(params, **{name: each})
     for pair in betas if _listed(betas) and _listed(betas[0]) else [betas]:
         if _listed(pair) is None or len(pair) != 2:
             raise ValueError(f"betas must be a pair, or one for each of the params, got {betas!r}")
-        check_scalars(**{"betas[0]": pair[0], "betas[1]": pair[1]})
+        numbers = {"betas[0]": pair[0], "betas[1]": pair[1]}
+        check_scalars(**numbers)
+        check_values(params, **numbers)
 
 
 def _check_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:

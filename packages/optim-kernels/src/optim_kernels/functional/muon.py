@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from optim_kernels._impl import Impl
-from optim_kernels._options import check_scalar_tensors, check_scalars, check_seed, check_switches, without_dims
+from optim_kernels._options import (
+    check_scalar_tensors,
+    check_scalars,
+    check_seed,
+    check_switches,
+    check_values,
+    without_dims,
+)
 from optim_kernels.functional._lists import (
     check_floating,
     check_lengths,
@@ -169,6 +176,8 @@ def muon_(
         )
         plan.check_run(steps if stochastic_rounding else None)
         all_views, alone = plan.views, plan.others
+    check_values(params, lr=lr, weight_decay=weight_decay, momentum=momentum, beta2=beta2)
+    check_values(params, clip_factor=clip_factor, grad_scale=grad_scale, found_inf=found_inf)
     if stochastic_rounding:
         check_random_bits(params, masters)
     factor = gradient_scale(clip_factor, grad_scale)
@@ -237,6 +246,7 @@ def muon_update(
     if not isinstance(rule, MuonRule | None):
         raise TypeError(f"rule must be a MuonRule or None, got {rule!r}; give MuonRule(nesterov=...)")
     all_views = check_update(grads, momentum_buffers, ns=ns, second_moments=second_moments, views=views, impl=impl)
+    check_values(grads, momentum=momentum, beta2=beta2, clip_factor=clip_factor)
     return _updates(
         grads,
         momentum_buffers,
@@ -309,6 +319,7 @@ def apply_muon_update_(
     check_writable(params=params, masters=masters)
     all_views = views_of(views, params, "params")
     check_layouts(all_views, params=params, updates=updates, masters=masters)
+    check_values(params, lr=lr, weight_decay=weight_decay)
     _apply(
         params,
         updates,

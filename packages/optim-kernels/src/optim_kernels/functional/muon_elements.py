@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._impl import why_not_triton
-from optim_kernels._options import are_numbers, check_scalar_tensors, check_scalars, check_switches
+from optim_kernels._options import are_numbers, check_scalar_tensors, check_scalars, check_switches, check_values
 from optim_kernels.functional._device_scalars import as_scalar
 from optim_kernels.functional._element_launch import ElementLaunch, why_not_taken
 from optim_kernels.functional._lists import check_lengths
@@ -84,7 +84,7 @@ class MuonMomenta:
         if not grads:
             check_lengths(0, "grads", buffers=buffers, us=us)
             return
-        momenta, launch = _list_of("momentum", momentum), self._launch
+        momenta, launch = _list_of("momentum", momentum, us), self._launch
         launch.follow(
             {"grads": grads, "buffers": buffers, "us": us},
             [_groups_of(groups, len(grads), "grads", len(momenta), "momentum")],
@@ -151,7 +151,7 @@ class MuonUpdates:
         check_switches(cautious=cautious)
         count, launch = len(params), self._launch
         check_lengths(count, "params", updates=updates, scales=scales, indices=indices, starts=starts)
-        rates, decays = _list_of("lr", lr), _list_of("weight_decay", weight_decay)
+        rates, decays = _list_of("lr", lr, params), _list_of("weight_decay", weight_decay, params)
         if len(decays) == 1:
             decays = [*decays] * len(rates)
         check_lengths(len(rates), "learning rates", weight_decay=decays)
@@ -195,12 +195,13 @@ def _why_not(tensors: Mapping[str, Tensor]) -> str | None:
     return why_not_triton(like)
 
 
-def _list_of(name: str, value: Scalar | Sequence[Scalar]) -> list[Scalar]:
-    """A hyperparameter as a list with a number for each group."""
+def _list_of(name: str, value: Scalar | Sequence[Scalar], params: Sequence[Tensor]) -> list[Scalar]:
+    """A hyperparameter of parameters as a list with a number for each group."""
     values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     if not are_numbers(values):
         for each in values:
             check_scalars(**{name: each})
+            check_values(params, **{name: each})
     return values
 
 
