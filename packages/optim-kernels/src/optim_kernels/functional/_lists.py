@@ -28,6 +28,14 @@ def check_tensors(**lists: Sequence[Any] | None) -> None:
                 raise TypeError(f"{name}[{i}] must be a tensor, got {tensor!r}")
 
 
+def check_tensors_or_none(**lists: Sequence[Any] | None) -> None:
+    """Raise ``TypeError`` unless each entry is a tensor or ``None``."""
+    for name, each in lists.items():
+        for i, tensor in enumerate(each or ()):
+            if tensor is not None and not isinstance(tensor, Tensor):
+                raise TypeError(f"{name}[{i}] must be a tensor or None, got {tensor!r}")
+
+
 def check_floating(**lists: Sequence[Tensor] | None) -> None:
     """Raise ``ValueError`` unless each tensor holds real floating-point numbers."""
     for name, each in lists.items():
@@ -48,12 +56,9 @@ def check_whole(**lists: Sequence[Any] | None) -> None:
 
 def check_masters(params: Sequence[Tensor], masters: Sequence[Tensor | None] | None) -> None:
     """Raise for a master that is neither fp32 nor the int16 that completes a bf16 parameter."""
+    check_tensors_or_none(masters=masters)
     for i, (p, master) in enumerate(zip(params, masters or ())):
-        if master is None:
-            continue
-        if not isinstance(master, Tensor):
-            raise TypeError(f"masters[{i}] must be a tensor or None, got {master!r}")
-        if master.dtype == torch.float32:
+        if master is None or master.dtype == torch.float32:
             continue
         if master.dtype != torch.int16 or p.dtype != torch.bfloat16:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from optim_kernels.functional._lists import (
     check_masters,
     check_shapes,
     check_tensors,
+    check_tensors_or_none,
     check_whole,
     check_writable,
 )
@@ -109,26 +111,21 @@ def adamw_(
     scaling: dict[str, Any] = {"grad_scale": grad_scale, "found_inf": found_inf, "clip_factor": clip_factor}
     places: dict[str, Any] = {"indices": indices, "starts": starts or None, "present": present or None}
     rounding: dict[str, Any] = {"stochastic_rounding": stochastic_rounding, "seed": seed}
+    check = partial(
+        _check_arguments,
+        params,
+        hyper=hyper,
+        grads=grads,
+        exp_avgs=exp_avgs,
+        exp_avg_sqs=exp_avg_sqs,
+        steps=steps,
+        seed=seed,
+        names=names,
+        **more_state,
+        **places,
+    )
     if not planned:
-        check_seed(seed)
-        check_tensors(params=params)
-        _check_hyperparameters(params, **hyper)
-        check_counts(steps)
-        check_lengths(
-            len(params),
-            "params",
-            grads=grads,
-            exp_avgs=exp_avgs,
-            exp_avg_sqs=exp_avg_sqs,
-            steps=None if isinstance(steps, Tensor) else steps,
-            **_lists_among(hyper),
-            **more_state,
-            **places,
-            names=names,
-        )
-        check_tensors(grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs)
-        check_whole(indices=indices, starts=starts)
-        check_flags(present=present)
+        check()
         plan = _plan_for(params, plan, impl)
     check_values(params, **scaling)
     if plan is None:
@@ -143,22 +140,44 @@ def adamw_(
             params, grads, exp_avgs, exp_avg_sqs, steps=steps, **more_state, **hyper, **scaling, **places, **rounding
         )
         return
-    seen = plan.look_at(grads)
-    plan.prepare(
-        params,
-        seen,
-        exp_avgs,
-        exp_avg_sqs,
-        steps=steps,
-        groups=range(len(params)),  # each tensor has hyperparameters of its own
-        names=names,
-        **more_state,
-        **places,
-        **rounding,
-    )
-    plan.step(seen, scalars_of(len(params), **hyper), **scaling)
+    try:
+        seen = plan.look_at(grads)
+        plan.prepare(
+            params,
+            seen,
+            exp_avgs,
+            exp_avg_sqs,
+            steps=steps,
+            groups=range(len(params)),  # each tensor has hyperparameters of its own
+            names=names,
+            **more_state,
+            **places,
+            **rounding,
+        )
+        plan.step(seen, scalars_of(len(params), **hyper), **scaling)
+    except Exception:
+        # without the checks that the plan has spared, the error need not name what is wrong
+        if planned:
+            check()
+        raise
     # tell autograd, which then refuses to differentiate through the overwritten values
     torch.autograd.graph.increment_version(params)
+
+
+def _check_arguments(
+    params: Sequence[Tensor], *, hyper: Mapping[str, Any], steps: Any, seed: Any, **lists: Sequence[Any] | None
+) -> None:
+    """Raise, naming it, for an argument of another kind, or a list of another length, than `adamw_` takes."""
+    check_seed(seed)
+    check_tensors(params=params)
+    _check_hyperparameters(params, **hyper)
+    check_counts(steps)
+    counts = None if isinstance(steps, Tensor) else steps
+    check_lengths(len(params), "params", steps=counts, **_lists_among(hyper), **lists)
+    check_tensors(**{name: lists[name] for name in ("grads", "exp_avgs", "exp_avg_sqs")})
+    check_tensors_or_none(**{name: lists[name] for name in ("max_exp_avg_sqs", "masters")})
+    check_whole(**{name: lists[name] for name in ("indices", "starts")})
+    check_flags(present=lists["present"])
 
 
 def _plan_for(params: Sequence[Tensor], plan: AdamWPlan | None, impl: Impl) -> AdamWPlan | None:
