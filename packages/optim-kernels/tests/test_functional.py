@@ -672,6 +672,40 @@ def test_counts_flags_and_places_are_refused_by_name(option: dict[str, Any], err
     refused({"stochastic_rounding": True, **option}, how, error, words)
 
 
+def lists_with_one_of_inference_mode(at: str, *names: str) -> dict[str, Any]:
+    """Two tensors of each kind, of which the second under ``at`` was made in inference mode."""
+    shapes = {"steps": (), "second_moments": (3, 1)}
+    lists = {name: [torch.ones(shapes.get(name, (3, 3))) for _ in range(2)] for name in ("params", "grads", *names)}
+    with torch.inference_mode():
+        lists[at][1] = lists[at][1].clone()
+    return lists
+
+
+OF_INFERENCE = "was made in inference mode, outside of which it cannot be written; give its clone"
+
+
+@pytest.mark.parametrize("at", ["params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters", "steps"])
+def test_what_was_made_in_inference_mode_is_refused_before_anything_moves(at: str) -> None:
+    names = ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters", "steps")
+    lists = lists_with_one_of_inference_mode(at, *names)
+    before = copy.deepcopy(lists)
+    with pytest.raises(ValueError, match=rf"^{at}\[1\] {OF_INFERENCE}"):
+        adamw_(**lists, **OPTIONS, impl="torch")
+    assert all(map(torch.equal, tensors, before[name]) for name, tensors in lists.items())
+    with torch.inference_mode():
+        adamw_(**lists, **OPTIONS, impl="torch")
+    assert not torch.equal(lists["params"][1], before["params"][1])
+
+
+@pytest.mark.parametrize("at", ["params", "momentum_buffers", "second_moments", "masters"])
+def test_muon_refuses_what_was_made_in_inference_mode_before_anything_moves(at: str) -> None:
+    lists = lists_with_one_of_inference_mode(at, "momentum_buffers", "second_moments", "masters")
+    before = copy.deepcopy(lists)
+    with pytest.raises(ValueError, match=rf"^{at}\[1\] {OF_INFERENCE}"):
+        muon_(**lists, lr=0.1)
+    assert all(map(torch.equal, tensors, before[name]) for name, tensors in lists.items())
+
+
 def test_muon_steps_parameters_that_require_gradients() -> None:
     """It ended in an error of autograd, with the momentum moved."""
     values, grad = torch.randn(4, 3), torch.randn(4, 3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral
 from operator import is_
 from typing import Any
@@ -110,6 +110,22 @@ def check_writable(**lists: Sequence[Tensor | None] | None) -> None:
             if tensor is not None and has_overlaps(tensor):
                 raise ValueError(
                     f"{name}[{i}], {description(tensor)}, has several elements at one place; give its contiguous()"
+                )
+
+
+def check_normal(places: Iterable[int], **lists: Sequence[Tensor | None] | None) -> None:
+    """Raise ``ValueError`` outside of inference mode for a tensor that was made in it: torch refuses to write it."""
+    # torch.compile traces neither question
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return
+    for name, each in lists.items():
+        if not each:
+            continue
+        for i in places:
+            tensor = each[i]
+            if tensor is not None and tensor.is_inference():
+                raise ValueError(
+                    f"{name}[{i}] was made in inference mode, outside of which it cannot be written; give its clone()"
                 )
 
 

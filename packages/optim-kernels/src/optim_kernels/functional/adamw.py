@@ -25,6 +25,7 @@ from optim_kernels.functional._lists import (
     check_floating,
     check_lengths,
     check_masters,
+    check_normal,
     check_shapes,
     check_tensors,
     check_tensors_or_none,
@@ -32,7 +33,7 @@ from optim_kernels.functional._lists import (
     check_writable,
 )
 from optim_kernels.functional.adamw_plan import AdamWPlan
-from optim_kernels.reference.adamw import Betas, Scalar, scalars_of
+from optim_kernels.reference.adamw import Betas, Scalar, scalars_of, steps_of
 
 
 @torch.no_grad()
@@ -135,7 +136,9 @@ def adamw_(
         _check_grads(params, grads)
         check_masters(params, more_state["masters"])
         check_shapes(params, "params", **moments, masters=more_state["masters"])
-        check_writable(params=params, **moments, masters=more_state["masters"])
+        written = {"params": params, **moments, "masters": more_state["masters"]}
+        check_writable(**written)
+        check_normal(range(len(params)), **written, steps=steps_of(steps, len(params)))
         reference.adamw_(
             params, grads, exp_avgs, exp_avg_sqs, steps=steps, **more_state, **hyper, **scaling, **places, **rounding
         )

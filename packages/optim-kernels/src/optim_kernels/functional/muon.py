@@ -26,6 +26,7 @@ from optim_kernels.functional._lists import (
     check_floating,
     check_lengths,
     check_masters,
+    check_normal,
     check_shapes,
     check_tensors,
     check_whole,
@@ -176,6 +177,9 @@ def muon_(
         )
         plan.check_run(steps if stochastic_rounding else None)
         all_views, alone = plan.views, plan.others
+    check_normal(
+        alone, params=params, momentum_buffers=momentum_buffers, second_moments=second_moments, masters=masters
+    )
     check_values(params, lr=lr, weight_decay=weight_decay, momentum=momentum, beta2=beta2)
     check_values(params, clip_factor=clip_factor, grad_scale=grad_scale, found_inf=found_inf)
     if stochastic_rounding:
@@ -246,6 +250,7 @@ def muon_update(
     if not isinstance(rule, MuonRule | None):
         raise TypeError(f"rule must be a MuonRule or None, got {rule!r}; give MuonRule(nesterov=...)")
     all_views = check_update(grads, momentum_buffers, ns=ns, second_moments=second_moments, views=views, impl=impl)
+    check_normal(range(len(grads)), momentum_buffers=momentum_buffers, second_moments=second_moments)
     check_values(grads, momentum=momentum, beta2=beta2, clip_factor=clip_factor)
     return _updates(
         grads,
@@ -319,6 +324,7 @@ def apply_muon_update_(
     check_writable(params=params, masters=masters)
     all_views = views_of(views, params, "params")
     check_layouts(all_views, params=params, updates=updates, masters=masters)
+    check_normal(range(len(params)), params=params, masters=masters)
     check_values(params, lr=lr, weight_decay=weight_decay)
     _apply(
         params,
