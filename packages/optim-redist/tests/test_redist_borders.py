@@ -14,6 +14,7 @@ from optim_redist._methods.borders import crossings, volumes_of
 from optim_redist._methods.direct import direct_phases
 from optim_redist._methods.hierarchical import hierarchical_phases
 from optim_redist._methods.node_volumes import node_volumes
+from optim_redist.cost import Level
 from optim_redist.moves import Volumes
 from optim_redist.plan_text import traffic
 from optim_redist.problem import Problem
@@ -43,6 +44,33 @@ def test_one_exchange_crosses_what_its_transfers_cross(family: str) -> None:
                 assert borders == moved.borders
                 assert max(busiest, limits.direct_send) == max(moved.sent.values(), default=0)
                 assert limits.direct_recv == max(moved.received.values(), default=0)
+
+
+def test_nearest_holders_send_what_is_asked() -> None:
+    for seed in range(60):
+        case = random_case(seed)
+        problem = Problem(*case)
+        for topology in _topologies(case, seed) if problem.src_replicas > 1 else ():
+            (phase,) = direct_phases(problem, topology, nearest=True)
+            for transfer in phase.transfers:
+                holders = problem.holders[problem.src_points[transfer.sender], max(transfer.contribution, 0)]
+                least = min(topology.distance(holder, transfer.receiver) for holder in holders)
+                assert topology.distance(transfer.sender, transfer.receiver) == least
+
+
+def test_near_holders_are_found_without_measuring_all_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, group_of = [], Level.group_of
+
+    def counting(level: Level, rank: int) -> int:
+        asked.append(rank)
+        return group_of(level, rank)
+
+    monkeypatch.setattr(Level, "group_of", counting)
+    mesh = Mesh((16, 16))
+    problem = Problem((256, 256), Layout(mesh, [0, None]), Layout(mesh, [None, 1]))
+    direct_phases(problem, Topology.nodes(8))
+    # each holder, and each receiver, of every part; pairs of these would be 122,880
+    assert len(asked) <= 16 * 256 * 2
 
 
 @pytest.mark.slow

@@ -445,6 +445,21 @@ def test_the_worst_cut_is_told_in_the_direction_that_most_goes():
     assert "into the node of ranks 0, 1 go at least 4 KiB" in str(gathered)
 
 
+def test_borders_that_nothing_has_to_cross_are_not_the_worst():
+    mesh, nodes = Mesh((2, 4)), Topology.nodes(4)
+    # both nodes hold everything, so neither has to send, but together they do
+    served = plan(
+        (64, 64), "bf16", Layout(mesh, [None, 1]), Layout(Mesh(4, ranks=range(8, 12)), [0, None]), topology=nodes
+    )
+    assert "into the node of ranks 8–11 go at least 8 KiB; this plan crosses its border 1.00 ×" in str(served)
+    shared = plan((64, 64), "bf16", Layout(mesh, [None, 1]), Layout(mesh, [None, None]), topology=nodes)
+    assert "into the node of ranks 0–3 go at least 0 B; this plan crosses its border 1.00 ×" in str(shared)
+    gathered = plan(
+        (64, 64), "bf16", Layout(mesh, [0, 1]), Layout(mesh, [(0, 1), None]), topology=nodes, planners=["naive"]
+    )
+    assert "nothing has to go into the node of ranks 0–3; this plan crosses its border nevertheless" in str(gathered)
+
+
 def test_ascii_pictures():
     mesh = Mesh((2, 2))
     assert Layout(mesh, [0, 1]).picture((4, 2)) == (

@@ -254,6 +254,17 @@ def test_sets_of_a_long_cyclic_dimension_are_short() -> None:
     assert size(common) == len(range(12347, n - 54321, 8))
 
 
+def test_blocks_without_a_common_length_meet_in_few_runs() -> None:
+    """Blocks of 101 dealt to 180, and of 103 dealt to 180, are where they were after 180 · 101 · 103 indices."""
+    period, num_periods = 180 * 101 * 103, 1000
+    a, b = (Cyclic(block).index_sets(period * num_periods, (180,))[7] for block in (101, 103))
+    common = intersect(a, b)
+    assert len(common) == 1
+    starts = range(7 * 101, period, 180 * 101)
+    expected = sum(7 * 103 <= (k + t) % (180 * 103) < 8 * 103 for k in starts for t in range(101))
+    assert size(common) == expected * num_periods
+
+
 def test_type_checkers_see_the_names_that_there_are() -> None:
     tree = ast.parse(inspect.getsource(optim_redist))
     (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")

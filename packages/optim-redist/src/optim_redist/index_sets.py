@@ -13,7 +13,7 @@ Runs of one set are disjoint and sorted by start; they may interleave.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from math import lcm
+from math import gcd
 from typing import NamedTuple
 
 
@@ -128,30 +128,34 @@ def _intersect_runs(a: Run, b: Run) -> Iterable[Run]:
         return _clip(b, a.start, a.stop)
     if b.repeats == 1:
         return _clip(a, b.start, b.stop)
-    if a.stride == b.stride:
-        return _intersect_same_stride(a, b)
-    # Both repeat: split each into runs of the common period. Where that period is too long to repeat, take the
-    # intervals of the shorter run one by one.
-    period = lcm(a.stride, b.stride)
-    per_a, per_b = period // a.stride, period // b.stride
-    if per_a * per_b >= min(a.repeats, b.repeats):
-        few, many = (a, b) if a.repeats <= b.repeats else (b, a)
-        return [
-            run
-            for k in range(few.repeats)
-            for run in _clip(many, few.start + k * few.stride, few.start + k * few.stride + few.length)
-        ]
-    return [
-        run for x in _split_period(a, per_a) for y in _split_period(b, per_b) for run in _intersect_same_stride(x, y)
-    ]
+    # Interval i of ``a`` begins at ``distance`` behind interval j of ``b``, and both meet, where
+    #
+    #     i·a.stride - j·b.stride = distance + b.start - a.start,      -a.length < distance < b.length.
+    #
+    # A distance leaves a remainder of the common divisor, and so is solved by one run of common periods, or by none.
+    step = gcd(a.stride, b.stride)
+    distances = range((a.start - b.start + a.length - 1) % step + 1 - a.length, b.length, step)
+    few, many = (a, b) if a.repeats <= b.repeats else (b, a)
+    if len(distances) > few.repeats:
+        starts = range(few.start, few.stop, few.stride)
+        return [run for start in starts for run in _clip(many, start, start + few.length)]
+    return [run for distance in distances for run in _at_distance(a, b, distance, step)]
 
 
-def _split_period(run: Run, parts: int) -> list[Run]:
-    """The run as ``parts`` runs of ``parts`` times its stride."""
-    return [
-        Run(run.start + k * run.stride, run.length, run.stride * parts, (run.repeats - k + parts - 1) // parts)
-        for k in range(min(parts, run.repeats))
-    ]
+def _at_distance(a: Run, b: Run, distance: int, step: int) -> IndexSet:
+    """What intervals of ``a`` share with those of ``b`` that begin ``distance`` before them."""
+    # the least i >= 0 that solves the equation, and its j, which may be negative
+    i_period, j_period = b.stride // step, a.stride // step
+    shift = distance + b.start - a.start
+    i = shift // step * pow(j_period, -1, i_period) % i_period
+    j = (i * a.stride - shift) // b.stride
+    skipped = max(0, -(j // j_period))
+    i, j = i + skipped * i_period, j + skipped * j_period
+    repeats = min(-((i - a.repeats) // i_period), -((j - b.repeats) // j_period))
+    start = a.start + i * a.stride
+    stop = min(start + a.length, start - distance + b.length)
+    start = max(start, start - distance)
+    return strided(start, stop - start, a.stride * i_period, repeats)
 
 
 def _clip(run: Run, start: int, stop: int) -> IndexSet:
@@ -171,20 +175,6 @@ def _clip(run: Run, start: int, stop: int) -> IndexSet:
         after = run.start + last * run.stride
         tail = interval(max(after, start), min(after + run.length, stop))
     return head + strided(run.start + first * run.stride, run.length, run.stride, last - first) + tail
-
-
-def _intersect_same_stride(a: Run, b: Run) -> list[Run]:
-    """Interval i of ``a`` can only meet intervals i + q of ``b`` for one or two values of q."""
-    found: list[Run] = []
-    stride, shift = a.stride, b.start - a.start
-    lowest = -((shift + b.length - 1) // stride)
-    highest = (a.length - 1 - shift) // stride
-    for q in range(lowest, highest + 1):
-        start = max(a.start, b.start + q * stride)
-        stop = min(a.start + a.length, b.start + q * stride + b.length)
-        first, last = max(0, -q), min(a.repeats, b.repeats - q)
-        found += strided(start + first * stride, stop - start, stride, last - first)
-    return found
 
 
 def num_below(indices: IndexSet, bound: int) -> int:

@@ -85,16 +85,20 @@ def _listed(phases: Iterable[Phase], cuts: Sequence[Cut]) -> list[tuple[int, int
 def worst_cut(crossed: Iterable[Crossed]) -> tuple[Cut, float, bool] | None:
     """The group with the largest ratio of traffic across its border to what has to cross it; None without groups.
 
-    The ratio is that of the direction in which more goes; the last value says whether this is out of the group.
+    The ratio is that of the direction in which more goes, of those in which something has to go; the last value says
+    whether this is out of the group. Groups across whose border nothing has to go come last, since what holders of the
+    same share among them need not go out of any one group.
     """
-    worst: tuple[Cut, float, bool] | None = None
+    found = []
     for cut, inbound, outbound in crossed:
-        leaves = outbound > inbound
-        needed, used = (cut.outbound, outbound) if leaves else (cut.inbound, inbound)
+        ways = [(cut.inbound > 0, inbound, cut.inbound, False), (cut.outbound > 0, outbound, cut.outbound, True)]
+        is_needed, used, needed, leaves = max(ways, key=lambda way: way[:2])
         ratio = used / needed if needed else 1.0 if not used else float("inf")
-        if worst is None or ratio > worst[1]:
-            worst = (cut, ratio, leaves)
-    return worst
+        found.append((is_needed, ratio, cut, leaves))
+    if not found:
+        return None
+    _, ratio, cut, leaves = max(found, key=lambda group: group[:2])
+    return cut, ratio, leaves
 
 
 def plan_table(plan: Plan, crossed: Sequence[Crossed] | None = None) -> str:
@@ -142,10 +146,13 @@ def _footer(plan: Plan, crossed: Sequence[Crossed]) -> list[str]:
     if worst is not None:
         cut, ratio, leaves = worst
         way, needed = ("out of", cut.outbound) if leaves else ("into", cut.inbound)
-        lines.append(
-            f"{way} the {cut.level} of ranks {_span(cut.ranks)} go at least {format_bytes(needed * width)}; "
-            f"this plan crosses its border {ratio:.2f} × as much as needed"
-        )
+        where = f"{way} the {cut.level} of ranks {_span(cut.ranks)}"
+        if needed or ratio == 1:
+            least = format_bytes(needed * width)
+            line = f"{where} go at least {least}; this plan crosses its border {ratio:.2f} × as much as needed"
+        else:
+            line = f"nothing has to go {where}; this plan crosses its border nevertheless"
+        lines.append(line)
         lines += _busy_inside(plan)
     limit = "" if plan.memory_limit is None else f", limit {format_bytes(plan.memory_limit)}"
     lines.append(

@@ -108,11 +108,14 @@ def _share_near(
     taken = dict.fromkeys(holders, 0)
     dealt: list[tuple[int, Demand]] = []
     rest = list(demands)
-    for distance in range(len(topology.levels) + 1):
+    # outside of the outermost level all are near
+    for group_of in [*(level.group_of for level in topology.levels), lambda _: 0]:
+        inside: dict[int, list[int]] = {}
+        for holder in holders:
+            inside.setdefault(group_of(holder), []).append(holder)
         groups: dict[tuple[int, ...], list[Demand]] = {}
         for demand in rest:
-            near = tuple(h for h in holders if topology.distance(h, demand[0]) <= distance)
-            groups.setdefault(near, []).append(demand)
+            groups.setdefault(tuple(inside.get(group_of(demand[0]), ())), []).append(demand)
         rest = groups.pop((), [])
         for near, asked in groups.items():
             served, unserved = deal(asked, near, take_more(taken, near, _total(asked), limit))
