@@ -23,6 +23,16 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+# those whose steps in plain torch are not torch's own
+OTHERS: dict[str, Any] = {
+    "formats": lambda ps: TritonAdamW(ps, impl="torch", state_dtype=torch.bfloat16),
+    "TritonMuon": lambda ps: TritonMuon(ps[:1], impl="torch", beta2=0.95),
+    "TritonMuonAdamW": lambda ps: TritonMuonAdamW(
+        [{"kind": "muon", "params": ps[:1]}, {"kind": "adamw", "params": ps[1:]}], impl="torch"
+    ),
+}
+
+
 # without a GPU torch copies no fake tensors of one
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
@@ -44,6 +54,25 @@ def test_a_run_may_be_measured_with_fake_tensors(name: str, device: str) -> None
         assert "torch" in optimizer.explain()
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.step()
+
+
+# groups keep hyperparameters that only some optimizers have
+@pytest.mark.parametrize("name", ["formats", "TritonMuon", "TritonMuonAdamW"])
+@pytest.mark.parametrize("option", ["lr", "weight_decay", "momentum", "beta2", "betas", "eps", "clip_factor"])
+def test_numbers_may_be_on_another_device_than_parameters(name: str, option: str) -> None:
+    """As torch's optimizers take them, for parts of a model on several devices; fake tensors need no second one."""
+    with FakeTensorMode():
+        params = [nn.Parameter(torch.zeros(shape)) for shape in ((8, 6), (5,))]
+        optimizer = OTHERS[name](params)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        number = torch.tensor(0.5, device="cuda")
+        for group in optimizer.param_groups:
+            # eps of Muon is no hyperparameter
+            if option in group and not (option == "eps" and "momentum" in group):
+                group[option] = (number, number) if option == "betas" else number
+        optimizer.step(clip_factor=number if option == "clip_factor" else None)
 
 
 def test_fake_tensors_of_a_gpu_are_left_to_torch() -> None:

@@ -206,7 +206,7 @@ def step_entries(
         ns=ns_config_of(group),
         scale=rule.scale,
         second_moments=[state["second_momentum_buffer"] for state in states] if group["beta2"] is not None else None,
-        beta2=group["beta2"] or 0.0,
+        beta2=0.0 if group["beta2"] is None else group["beta2"],
         row_equilibrate=rule.row_equilibrate,
         renormalize=rule.renormalize,
         cautious=rule.cautious,

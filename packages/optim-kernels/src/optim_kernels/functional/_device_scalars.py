@@ -20,6 +20,11 @@ def readable(value: Scalar, device: torch.device) -> Scalar:
     return value.detach().to(device=device, dtype=torch.float32) if on_device(value) else value
 
 
+def brought_to(device: torch.device, value: Scalar) -> Scalar:
+    """A hyperparameter as torch takes it beside tensors on ``device``, where those of the host go as they are."""
+    return value.to(device) if on_device(value) else value
+
+
 def as_scalar(value: Tensor | None, neutral: Tensor) -> Tensor:
     """``value``, or ``neutral`` in place of ``None``, as one fp32 number on the device of ``neutral``."""
     if value is None:

@@ -22,6 +22,7 @@ from optim_kernels._options import (
     check_values,
     without_dims,
 )
+from optim_kernels.functional._device_scalars import brought_to
 from optim_kernels.functional._lists import (
     check_floating,
     check_lengths,
@@ -283,6 +284,7 @@ def _updates(
     momentum, beta2 = without_dims(momentum), without_dims(beta2)
     updates = []
     for i, (grad, buffer) in enumerate(zip(grads, momentum_buffers, strict=True)):
+        momentum, beta2 = brought_to(grad.device, momentum), brought_to(grad.device, beta2)
         u = momentum_(grad, buffer, momentum=momentum, rule=rule, clip_factor=clip_factor)
         if u.stride() != buffer.stride():
             # views need the strides of parameter and state, whatever the gradient's are
@@ -354,6 +356,7 @@ def _apply(
     """`apply_muon_update_` of what was checked."""
     lr, weight_decay = without_dims(lr), without_dims(weight_decay)
     for i, (p, o) in enumerate(zip(params, updates, strict=True)):
+        lr, weight_decay = brought_to(p.device, lr), brought_to(p.device, weight_decay)
         master = None if masters is None else masters[i]
         old = read_param(p, master).to(wide_dtype(p, o))
         new = torch.empty_like(old)

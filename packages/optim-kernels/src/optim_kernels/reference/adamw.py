@@ -52,9 +52,9 @@ def adamw_update(
     p: Tensor, g: Tensor, m: Tensor, v: Tensor, w: Tensor | None, *, step: Scalar, scalars: AdamWScalars
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The new ``(p, m, v, w)`` of step number ``step``; nothing is changed in place. All tensors have one dtype."""
-    lr, beta1, beta2, t = (_fp64(x) for x in (scalars.lr, scalars.beta1, scalars.beta2, step))
+    lr, beta1, beta2, t = (_fp64(x, p) for x in (scalars.lr, scalars.beta1, scalars.beta2, step))
     # a user may give tensors of these, too
-    eps, weight_decay = _fp64(scalars.eps), _fp64(scalars.weight_decay)
+    eps, weight_decay = _fp64(scalars.eps, p), _fp64(scalars.weight_decay, p)
     step_size = _rounded(lr / (1 - beta1**t), p)
     sqrt_correction = _rounded((1 - beta2**t) ** 0.5, p)
     decay = _rounded(lr * weight_decay, p)
@@ -195,11 +195,11 @@ def _each(value: T | Sequence[T], count: int) -> Sequence[T]:
     return value if isinstance(value, Sequence) else [value] * count
 
 
-def _fp64(x: Scalar) -> Scalar:
-    """``x`` in fp64, a float unless it is a tensor of a device."""
+def _fp64(x: Scalar, like: Tensor) -> Scalar:
+    """``x`` in fp64, a float unless it is a tensor of a device; then it is brought to that of ``like``."""
     if not isinstance(x, Tensor):
         return float(x)
-    return float(x) if x.device.type == "cpu" else x.reshape(()).double()
+    return float(x) if x.device.type == "cpu" else x.reshape(()).to(like.device, torch.float64)
 
 
 def _rounded(x: Scalar, like: Tensor) -> Scalar:

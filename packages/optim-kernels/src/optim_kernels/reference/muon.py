@@ -104,7 +104,7 @@ def momentum_(
     if rule.maximize:
         g = -g
     if clip_factor is not None:
-        g = g * clip_factor.to(wide)
+        g = g * clip_factor.to(g.device, wide)
     mean = momentum * buffer.to(wide) + (1 - momentum) * g
     buffer.copy_(mean)
     # a sparse gradient can be added to other tensors, but these not to it
