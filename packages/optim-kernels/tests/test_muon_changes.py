@@ -195,6 +195,16 @@ def test_muon_moves_nothing_where_a_hyperparameter_of_a_group_is_on_meta_by_now(
         optimizer.param_groups[1][name] = kept
 
 
+@IMPLS
+def test_a_step_that_is_refused_does_not_count(impl: str) -> None:
+    p = parameter(8, 12, dtype=torch.bfloat16)
+    optimizer = muon([p], impl, stochastic_rounding=True)
+    steps(optimizer)
+    with pytest.raises((ValueError, NotImplementedError), match="meta"):
+        optimizer.step(clip_factor=torch.ones((), device="meta"))
+    assert optimizer.state[p]["step"] == 1
+
+
 class Unread(torch.Tensor):
     """A number on a device: to ask whether it is zero, say, would wait for it."""
 

@@ -192,9 +192,6 @@ def step_entries(
         return
     rule, states = rule_of(group), [entry.state for entry in entries]
     random = group["stochastic_rounding"]
-    if random:
-        for state in states:
-            state["step"] += 1
     muon_(
         [entry.param for entry in entries],
         [entry.grad for entry in entries],
@@ -217,10 +214,13 @@ def step_entries(
         grad_scale=grad_scale,
         stochastic_rounding=random,
         seed=group["seed"],
-        steps=[int(state["step"]) for state in states] if random else None,
+        steps=[int(state["step"]) + 1 for state in states] if random else None,
         indices=[entry.index for entry in entries] if random else None,
         impl=group["impl"],
     )
+    # only now, since `muon_` may refuse the step
+    for state in states if random else ():
+        state["step"] += 1
 
 
 def _plain(param: Tensor) -> Tensor:
