@@ -71,7 +71,7 @@ def given_names(names):
 def rest_of_0_12_6(model, optimizer):
     trained = optimizer.trained_ids()
     names = {name for name, p in model.named_parameters() if id(p) in trained}
-    return {name: value for name, value in model.state_dict().items() if name not in names}, set()
+    return {name: value for name, value in model.state_dict().items() if name not in names}, set(), set()
 
 
 def check_same(found, expected):

@@ -27,7 +27,7 @@ from optim_dist._checkpoint.contents import compare_groups, load_groups, named_s
 from optim_dist._checkpoint.faults import Problems
 from optim_dist._checkpoint.manifest import CheckpointError, Manifest, SavedParameter
 from optim_dist._checkpoint.reshard import ROOM, exchange, in_batches, streams
-from optim_dist._checkpoint.rest import compare_rest, differently_frozen, load_rest, rest_of_model, without_copies
+from optim_dist._checkpoint.rest import Kinds, compare_rest, load_rest, misplaced, rest_of_model, without_copies
 from optim_dist._checkpoint.restoring import Restoring
 from optim_dist._checkpoint.surveying import Survey, survey
 from optim_dist._optimizers.base import DistOptimizer
@@ -115,18 +115,21 @@ def _read_all(
     """Read this rank's files, and add to ``problems`` what does not fit; None if there is no manifest. Collective."""
     communicator, manifest, found = opt.communicator, surveyed.manifest, problems.found
     sent = surveyed.common_file(folder, communicator)
-    (rest, other_names), specs = rest_of_model(model, opt), named_specs(opt, model)
+    (rest, aliases, elsewhere), specs = rest_of_model(model, opt), named_specs(opt, model)
     if manifest is None:
         return None
     names = plain_names([*(spec.name for spec in specs), *rest])
     specs = [replace(spec, name=names[spec.name]) for spec in specs]
     plain_rest = {names[name]: value for name, value in rest.items()}
     common: dict[str, Any] = _read(folder, manifests.COMMON, sent=sent) if surveyed.common_readers else {}
-    saved_rest = without_copies(common.get("model", {}), manifest, other_names, specs)
+    saved_rest = without_copies(common.get("model", {}), manifest, aliases, specs)
     saved_names = plain_names([*(entry.name for entry in manifest.parameters), *saved_rest])
     manifest = manifest.renamed(saved_names)
     saved_rest = {saved_names[name]: value for name, value in saved_rest.items()}
-    differing = differently_frozen(manifest, specs, saved_rest, plain_rest)
+    differing = misplaced(
+        Kinds({entry.name for entry in manifest.parameters}, saved_rest.keys(), {*common.get("elsewhere", ())}),
+        Kinds({spec.name for spec in specs}, plain_rest.keys(), {*plain_names(elsewhere).values()}),
+    )
     found += differing.values()
     found += manifests.compare(manifest, specs, but=differing)
     if surveyed.common_readers:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from optim_dist._checkpoint.manifest import Manifest
 from optim_dist._optimizers.layouts import layout_of, local
-from optim_dist._optimizers.live import LiveOptimizer
+from optim_dist._optimizers.live import LiveOptimizer, live_optimizers
 from optim_dist._optimizers.whole_state import cut_like, on_one_rank
 from optim_dist._plain_names import plain_names
 from optim_dist.plan import ParameterSpec, dtype_name
@@ -20,29 +22,56 @@ from optim_kernels.multi_tensor import has_overlaps
 EXTRA_STATE = "_extra_state"  # torch's name for what a module's ``get_extra_state`` gives, of any type and shape
 
 
-@torch.no_grad()
-def rest_of_model(model: nn.Module | None, optimizer: LiveOptimizer) -> tuple[dict[str, Any], set[str]]:
-    """The model's state that the optimizer does not own: buffers and frozen parameters.
+class Rest(NamedTuple):
+    """The model's state that an optimizer does not own, under the names that the state has.
 
-    And the state's names for what the optimizer owns, where they are no names of the model's parameters: torch's
-    ``checkpoint_wrapper`` leaves itself out of them, and `optim_utils.CombinedLinear` may show a Linear's weight and
-    bias, views of its parameter.
+    Attributes:
+        values: buffers and frozen parameters, which go into the optimizer's checkpoint.
+        aliases: names for what the optimizer owns, where they are no names of the model's parameters: torch's
+            ``checkpoint_wrapper`` leaves itself out of them, and `optim_utils.CombinedLinear` may show a Linear's
+            weight and bias, views of its parameter.
+        elsewhere: parameters that an optimizer of other ranks trains (experts beside layers of all ranks, say). They
+            are in its checkpoint alone: each of this optimizer's ranks may have others.
+    """
+
+    values: dict[str, Any]
+    aliases: set[str]
+    elsewhere: set[str]
+
+
+@torch.no_grad()
+def rest_of_model(model: nn.Module | None, optimizer: LiveOptimizer) -> Rest:
+    """The model's state that the optimizer does not own.
 
     To be called before parameters' names are read: after an evaluation FSDP2 leaves whole parameters in the model, and
     ``state_dict()`` puts the cut ones back.
     """
     if model is None:
-        return {}, set()
+        return Rest({}, set(), set())
     # a model's own state_dict() need not take keep_vars, without which only names tell what is trained
     is_torchs = getattr(model.state_dict, "__func__", None) is nn.Module.state_dict
     state = model.state_dict(keep_vars=True) if is_torchs else model.state_dict()
     trained = optimizer.trained_ids()
     parameters = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     known = parameters if is_torchs else {**_by_plain_name(model, state, parameters), **parameters}
-    owned = {name for name, value in state.items() if known.get(name, id(_whole(value))) in trained}
-    rest = {name: value for name, value in state.items() if name not in owned}
-    others = owned - parameters.keys()
-    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in rest.items()}, others
+    ids = {name: known.get(name, id(_whole(value))) for name, value in state.items()}
+    owned = {name for name in state if ids[name] in trained}
+    of_others = _trained_on_other_ranks(optimizer) - trained
+    elsewhere = {name for name in state if ids[name] in of_others}
+    rest = {name: value for name, value in state.items() if name not in owned | elsewhere}
+    values = {name: value.detach() if isinstance(value, Tensor) else value for name, value in rest.items()}
+    return Rest(values, owned - parameters.keys(), elsewhere)
+
+
+def _trained_on_other_ranks(optimizer: LiveOptimizer) -> set[int]:
+    """``id`` of every parameter that an optimizer of other ranks updates."""
+    mine = optimizer.communicator
+    others = [
+        other
+        for other in live_optimizers()
+        if other.communicator.has_same_world_as(mine) and {*other.communicator.ranks} != {*mine.ranks}
+    ]
+    return set().union(*(other.trained_ids() for other in others))
 
 
 def _by_plain_name(model: nn.Module, state: Iterable[str], parameters: Mapping[str, int]) -> dict[str, int]:
@@ -60,20 +89,20 @@ def _whole(value: object) -> object:
 
 
 def without_copies(
-    saved: Mapping[str, Any], manifest: Manifest, other_names: Iterable[str], specs: Sequence[ParameterSpec]
+    saved: Mapping[str, Any], manifest: Manifest, aliases: Iterable[str], specs: Sequence[ParameterSpec]
 ) -> dict[str, Any]:
     """``saved`` without copies of trained parameters, which versions up to 0.12.6 saved under the state's names.
 
     Args:
         saved: the rest of a model, under the names that the file has, as ``manifest`` does.
-        other_names: the second result of ``rest_of_model``.
+        aliases: those of ``Rest``, of this run.
         specs: this run's parameters, under plain names.
     """
     trained = {entry.name for entry in manifest.parameters}
     # torch's checkpoint_wrapper leaves itself out of a state's names, but not out of parameters'
     in_state = {name.replace("_checkpoint_wrapped_module.", "") for name in trained} - trained
     # of views, that is: a frozen parameter of the checkpoint may have the name of one that is trained here
-    others = set(plain_names(other_names).values()) - {spec.name for spec in specs}
+    others = set(plain_names(aliases).values()) - {spec.name for spec in specs}
     plain = plain_names(saved)
     return {name: value for name, value in saved.items() if name not in in_state and plain[name] not in others}
 
@@ -96,15 +125,29 @@ def load_rest(
         model.load_state_dict({**found, **cut}, strict=False)
 
 
-def differently_frozen(
-    manifest: Manifest, specs: Sequence[ParameterSpec], saved_rest: Mapping[str, Any], rest: Mapping[str, Any]
-) -> dict[str, str]:
-    """What to do about each parameter that is trained in the checkpoint and frozen here, or the other way round."""
-    trained, saved = {spec.name for spec in specs}, {entry.name for entry in manifest.parameters}
-    advice = dict.fromkeys(saved & rest.keys(), "trained in the checkpoint, frozen here; load before freezing it")
-    frozen = trained & saved_rest.keys()
-    advice |= dict.fromkeys(frozen, "frozen in the checkpoint, trained here; load before unfreezing it")
-    return {name: f"{name}: {advice[name]}" for name in sorted(advice.keys() - (trained & saved))}
+@dataclass(frozen=True)
+class Kinds:
+    """Plain names of a run's state by kind: what its optimizer trains, and the parts of ``Rest``."""
+
+    trained: AbstractSet[str]
+    rest: AbstractSet[str]
+    elsewhere: AbstractSet[str]
+
+
+def misplaced(saved: Kinds, here: Kinds) -> dict[str, str]:
+    """What to do about each parameter that was saved as another kind of parameter than it is here."""
+    found = {
+        "trained in the checkpoint, frozen here; load before freezing it": saved.trained & here.rest,
+        "frozen in the checkpoint, trained here; load before unfreezing it": saved.rest & here.trained,
+        "in the checkpoint, but an optimizer of other ranks trains it here; load before building that one": (
+            (saved.trained | saved.rest) & here.elsewhere
+        ),
+        "not in the checkpoint, since an optimizer of other ranks trained it, whose checkpoint has it; build that "
+        "optimizer before you load this one": saved.elsewhere & (here.trained | here.rest),
+    }
+    fitting = saved.trained & here.trained
+    problems = {name: f"{name}: {advice}" for advice, names in found.items() for name in names - fitting}
+    return dict(sorted(problems.items()))
 
 
 def compare_rest(saved: Mapping[str, Any], mine: Mapping[str, Any], *, but: Container[str]) -> list[str]:

@@ -64,7 +64,7 @@ def save(
     destination = _agreed(Destination(folder, "", old, copies, may_be_fewer), opt, options, faults)
     opt.wait()
     with raised_together(communicator, destination.failed):
-        (rest, _), specs = rest_of_model(model, opt), named_specs(opt, model)
+        (rest, _, elsewhere), specs = rest_of_model(model, opt), named_specs(opt, model)
         names = plain_names([*(spec.name for spec in specs), *rest])
         specs = [replace(spec, name=names[spec.name]) for spec in specs]
         rest = {names[name]: value for name, value in rest.items()}
@@ -77,6 +77,7 @@ def save(
     with raised_together(communicator, destination.failed):
         if is_first:
             common |= {"groups": group_options(opt), "members": group_members(specs), "extra": extra}
+            common["elsewhere"] = sorted(plain_names(elsewhere).values())
             if async_:
                 common = staging.copy_common(common)
         staging.finish()
