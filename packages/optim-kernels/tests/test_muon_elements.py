@@ -286,6 +286,25 @@ def test_hyperparameters_are_read_on_the_device(monkeypatch: pytest.MonkeyPatch,
             value.mul_(0.5)
 
 
+def test_a_compiled_caller() -> None:
+    """The compiler leaves both launches as they are."""
+    torch._dynamo.reset()
+    ours, theirs = ([torch.linspace(-1, 1, 40, device=DEVICE) for _ in range(3)] for _ in range(2))
+
+    def step(tensors: list[Tensor], momenta: MuonMomenta, updates: MuonUpdates, lr: float) -> None:
+        param, grad, buffer = tensors
+        u = torch.empty_like(param)
+        momenta.step([grad * lr], [buffer], [u], momentum=0.9)
+        updates.step([param], [u], lr=lr, weight_decay=0.1)
+
+    kept = MuonMomenta(), MuonUpdates()
+    compiled = torch.compile(lambda lr: step(ours, *kept, lr), backend="eager")
+    for lr in (0.1, 0.2, 0.3):
+        compiled(lr)
+        step(theirs, MuonMomenta(), MuonUpdates(), lr)
+    assert all(map(torch.equal, ours, theirs))
+
+
 def test_no_tensors_are_no_launch() -> None:
     MuonMomenta().step([], [], [], momentum=0.9)
     MuonUpdates().step([], [], lr=0.1)

@@ -29,6 +29,7 @@ from optim_kernels.functional._element_launch import ElementLaunch, why_not_take
 from optim_kernels.functional._lists import check_lengths
 from optim_kernels.reference.muon import Scalar
 from optim_kernels.reference.storage import MASTER_KINDS
+from optim_utils.compiling import not_compiled
 
 __all__ = ["MuonMomenta", "MuonUpdates"]
 
@@ -50,8 +51,11 @@ class MuonMomenta:
     """
 
     def __init__(self) -> None:
+        # looked up, so that a caller may be compiled (`not_compiled`)
+        self.step  # noqa: B018
         self._launch = ElementLaunch("momenta_kernel", written=("buffers", "us"))
 
+    @not_compiled
     def step(
         self,
         grads: Sequence[Tensor],
@@ -106,8 +110,11 @@ class MuonUpdates:
     """
 
     def __init__(self) -> None:
+        # looked up, so that a caller may be compiled (`not_compiled`)
+        self.step  # noqa: B018
         self._launch = ElementLaunch("updates_kernel", written=("params", "masters", "steps"))
 
+    @not_compiled
     def step(
         self,
         params: Sequence[Tensor],
