@@ -525,6 +525,8 @@ def test_the_halves_of_a_step_refuse_what_does_not_fit() -> None:
         muon_update([torch.ones(6)], [torch.zeros(6)])
     with pytest.raises(ValueError, match="lr is on meta, and so has no value; give one on cpu"):
         apply_muon_update_(params, grads[:1], lr=ON_META)
+    with pytest.raises(TypeError, match=r"bits\[1\] must be a Rounding or None, got 3"):
+        apply_muon_update_(params * 2, grads, lr=0.1, bits=[None, 3])  # type: ignore[list-item]
     assert torch.equal(params[0], torch.ones(4, 6))
 
 

@@ -326,6 +326,9 @@ def apply_muon_update_(
     check_writable(params=params, masters=masters)
     all_views = views_of(views, params, "params")
     check_layouts(all_views, params=params, updates=updates, masters=masters)
+    for i, each in enumerate(bits or ()):
+        if not isinstance(each, Rounding | None):
+            raise TypeError(f"bits[{i}] must be a Rounding or None, got {each!r}")
     check_normal(range(len(params)), params=params, masters=masters)
     check_values(params, lr=lr, weight_decay=weight_decay)
     _apply(
