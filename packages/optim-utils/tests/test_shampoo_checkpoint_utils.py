@@ -66,7 +66,7 @@ def test_sequences_are_leaves_unless_asked_for():
     assert restored["d"] is nested["d"]
 
 
-OTHER_KEYS = [(1, 2), ("l", 0), ("t", 0), ("t", "x"), b"x", 1j, frozenset(), torch.zeros(2)]
+OTHER_KEYS = [(1, 2), ("l", 0), ("t", 0), ("t", "x"), b"x", 1j, frozenset(), torch.zeros(2), "\ud83d\ude00"]
 
 
 @pytest.mark.parametrize("key", OTHER_KEYS, ids=repr)
@@ -78,6 +78,12 @@ def test_other_keys_are_refused_with_their_path(function, key):
     assert '["a", ' in str(error.value)
     with pytest.raises(TypeError):
         function({key: 1})
+
+
+@pytest.mark.parametrize("key", ["\ud83d", "\ude00\ud83d", "\U0001f600", "é", '"\\\n\0'], ids=ascii)
+def test_keys_of_any_characters_come_back(key):
+    nested = {key: {key + "x": 1}}
+    assert unflatten(flatten(nested)) == nested
 
 
 def test_a_tuple_for_a_key_is_no_item_of_a_sequence():
@@ -98,7 +104,9 @@ def test_flatten_refuses_cycles_and_what_is_no_dict():
 
 
 @pytest.mark.parametrize(
-    "key", ["[]", "x", "", '"a"', '{"a": 1}', "3", "[[1]]", '[["x", 1]]', '[{"a": 1}]', 3], ids=repr
+    "key",
+    ["[]", "x", "", '"a"', '{"a": 1}', "3", "[[1]]", '[["x", 1]]', '[{"a": 1}]', 3, "[" * 9999],
+    ids=lambda key: repr(key)[:9],
 )
 def test_unflatten_refuses_what_is_no_path(key):
     with pytest.raises(ValueError, match="flattened"):

@@ -83,10 +83,20 @@ def test_merge_refuses_other_float_targets_even_after_the_integer_was_cached(tar
     assert str(error.value) == f"target_tensor_dimensionality={target} has to be an integer or math.inf."
 
 
+def test_merge_refuses_what_is_no_size_or_threshold():
+    with pytest.raises(ValueError, match=r"tensor_shape=\(-3, 4\)"):
+        merge_small_dims((-3, 4), 100, 1)
+    for threshold in (math.nan, "8", None):
+        with pytest.raises(ValueError, match=f"threshold={threshold!r}"):
+            merge_small_dims((3, 4), threshold, 2)
+
+
 def test_integers_may_be_numpys_and_do_not_wrap_around():
     numpy = pytest.importorskip("numpy")
     assert merge_small_dims(numpy.array([70_000, 70_000], "int32"), 2**40, numpy.int64(1)) == (70_000**2,)
     assert distribute_buffer_sizes(numpy.array([128, 64]), numpy.int64(2)) == ((128, 0), (64, 1))
+    for lengths in (numpy.array([100, 100], "int8"), torch.tensor([100, 100], dtype=torch.int8)):
+        assert list(generate_pairwise_indices(lengths)) == [(0, 100), (100, 200)]
 
 
 def test_merge_is_cached_with_a_bound():
@@ -297,6 +307,8 @@ def test_pairwise_indices():
     assert list(generate_pairwise_indices([0, 2, 0])) == [(0, 0), (0, 2), (2, 2)]
     with pytest.raises(ValueError, match="got -1"):
         list(generate_pairwise_indices([1, -1]))
+    with pytest.raises(ValueError, match=r"input_list\[1\]=1.5 must be an integer"):
+        list(generate_pairwise_indices([1, 1.5]))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from numbers import Integral
+from numbers import Integral, Real
 from operator import index
 
 import torch
@@ -56,8 +56,17 @@ def _merge(shape: tuple[int, ...], threshold: int | float, target: int) -> tuple
     return tuple(reversed(merged))
 
 
+def _checked_merge(shape: tuple[int, ...], threshold: int | float, target: int) -> tuple[int, ...]:
+    if any(size < 0 for size in shape):
+        raise ValueError(f"tensor_shape={shape} must hold the sizes of a tensor, none of them negative")
+    # every comparison with NaN is false: nothing would be merged
+    if not isinstance(threshold, Real) or math.isnan(threshold):
+        raise ValueError(f"{threshold=} must be a number of elements or math.inf")
+    return _merge(shape, threshold, target)
+
+
 # typed: 2 and 2.0 must not share an entry. Dynamo ignores such caches with a warning, so compiled code avoids this one.
-_cached_merge = lru_cache(maxsize=4096, typed=True)(_merge)
+_cached_merge = lru_cache(maxsize=4096, typed=True)(_checked_merge)
 merge_small_dims.cache_info = _cached_merge.cache_info  # type: ignore[attr-defined]
 merge_small_dims.cache_clear = _cached_merge.cache_clear  # type: ignore[attr-defined]
 

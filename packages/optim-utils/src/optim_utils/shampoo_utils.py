@@ -130,7 +130,12 @@ def get_dtype_size(dtype: torch.dtype) -> int:
 def generate_pairwise_indices(input_list: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield (start, end) of consecutive ranges whose lengths are given: ``[2, 3]`` gives (0, 2), (2, 5)."""
     end = 0
-    for length in input_list:
+    for number, given in enumerate(input_list):
+        try:
+            # sums of NumPy's integers and of tensors would wrap around
+            length = index(given)
+        except TypeError:
+            raise ValueError(f"input_list[{number}]={given!r} must be an integer") from None
         if length < 0:
             raise ValueError(f"lengths must not be negative, got {length}")
         start, end = end, end + length

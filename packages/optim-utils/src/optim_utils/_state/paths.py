@@ -35,7 +35,11 @@ def encode_item(item: object) -> str:
     """
     # exact types: a subclass (an IntEnum, numpy's str_) would come back as its base
     if type(item) is str:
-        return encode_basestring_ascii(item)
+        encoded = encode_basestring_ascii(item)
+        # two surrogates in a row, which no text read from UTF-8 has, come back as the one character that they encode
+        if not item.isascii() and json.loads(encoded) != item:
+            raise TypeError(f"keys of a state have to come back from JSON, which joins the surrogates of {item!r}")
+        return encoded
     if type(item) is int:
         return int.__repr__(item)
     if type(item) in _KEY_TYPES or type(item) is SequenceItem:
@@ -68,7 +72,7 @@ def decode_path(key: object) -> list[Key | SequenceItem]:
     """
     try:
         items = json.loads(key) if isinstance(key, str) else None
-    except ValueError:
+    except (ValueError, RecursionError):
         items = None
     if not isinstance(items, list) or not items:
         raise ValueError(f"a key of a flattened state has to be a non-empty JSON list, got {key!r}")
