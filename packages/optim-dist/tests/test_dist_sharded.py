@@ -483,6 +483,32 @@ def meshes_that_exchange_ranks_are_refused(rank, world_size):
     assert not optimizer.plan.buckets
 
 
+@scenario(4)
+def experts_are_no_replicas(rank, world_size):
+    """Muon gave the update of one expert to all, norms counted one alone, and checkpoints had no other."""
+    line, grid = mesh_of(world_size), mesh_of(2, 2, names=("dp", "ep"))
+    expert = grid["ep"].get_local_rank()
+
+    def build(mesh_of_all, placements, differs):
+        whole = normal((6, 4), 1)
+        shared = distribute_tensor(whole, mesh_of_all, placements)
+        own = distribute_tensor(whole + expert * differs, grid["dp"], [Shard(0)])
+        parameters = [("shared", nn.Parameter(shared)), ("expert", nn.Parameter(own))]
+        return parameters, [{"kind": "muon", "params": parameters}]
+
+    _, groups = build(line, [Shard(0)], differs=False)
+    with pytest.raises(ValueError, match=r"expert: a DTensor over ranks \[0, 2\], but the optimizer works on"):
+        TritonDistMuonAdamW(groups)
+    # where tensor parallelism leaves parameters whole along one dimension of a grid they look like these
+    parameters, groups = build(grid, [Shard(0), Shard(1)], differs=True)
+    with pytest.raises(ValueError, match=r"expert: a DTensor over .* that of rank 0 differs from that of rank 1; exp"):
+        TritonDistMuonAdamW(groups)
+    TritonDistMuonAdamW([{"kind": "muon", "params": parameters[:1]}])
+    TritonDistMuonAdamW([{"kind": "muon", "params": parameters[1:]}], process_group=grid["dp"].get_group())
+    _, groups = build(grid, [Shard(0), Shard(1)], differs=False)
+    TritonDistMuonAdamW(groups)
+
+
 @scenario(2)
 def nothing_is_sent_by_an_elementwise_step(rank, world_size):
     mesh = mesh_of(world_size)

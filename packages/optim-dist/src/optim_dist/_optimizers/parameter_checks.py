@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from optim_dist._optimizers.agreement import digest
 from optim_dist._optimizers.entries import Entry
-from optim_dist._optimizers.layouts import joint_layout, layout_of
+from optim_dist._optimizers.layouts import joint_layout, layout_of, local
 from optim_dist._optimizers.multipliers import multiplier_faults
 from optim_dist._optimizers.options import Options
 from optim_dist._reduction.collectives import Communicator
@@ -62,6 +63,8 @@ def check_parameters(
     by_entry = [list(map(list, dict.fromkeys(map(tuple, each)))) for each in zip(*(meshes for _, meshes in gathered))]
     if not findings:
         findings = dict.fromkeys(_mesh_findings(found, by_entry, communicator.ranks))
+    if not findings:
+        findings = dict.fromkeys(_replica_findings(found, by_entry, communicator))
     if not findings:
         findings = dict.fromkeys(
             ROUNDING.format(entry.name)
@@ -230,18 +233,51 @@ def _mesh_findings(found: Sequence[Entry], by_entry: Sequence[list[list[int]]], 
     """What is wrong with meshes: those of a parameter have to cover the optimizer's ranks.
 
     Several meshes of one parameter count as replicas of each other, which only a grid of ranks makes: there another
-    parameter has a single mesh of all ranks.
+    parameter has a single mesh of all ranks, of more than one dimension.
     """
-    is_grid = any(len(meshes) == 1 and sorted(meshes[0]) == sorted(ranks) for meshes in by_entry)
+    is_grid = any(
+        isinstance(entry.parameter, DTensor)
+        and entry.parameter.device_mesh.ndim > 1
+        and len(meshes) == 1
+        and sorted(meshes[0]) == sorted(ranks)
+        for entry, meshes in zip(found, by_entry)
+    )
     findings = []
     for entry, meshes in zip(found, by_entry):
         covered = sorted(rank for mesh in meshes for rank in mesh)
         if isinstance(entry.parameter, DTensor) and (covered != sorted(ranks) or (len(meshes) > 1 and not is_grid)):
             findings.append(
                 f"{entry.name}: a DTensor over ranks {meshes[0]}, but the optimizer works on ranks {list(ranks)}, over "
-                "which nobody would sum its gradient; use a mesh of all of them, or give the mesh's process_group"
+                "which nobody would sum its gradient; use a mesh of all of them, or an optimizer of its own with the "
+                "mesh's process_group"
             )
     return findings
+
+
+def _replica_findings(
+    found: Sequence[Entry], by_entry: Sequence[list[list[int]]], communicator: Communicator
+) -> list[str]:
+    """Which parameters of several meshes are not the same on all of them, and so no replicas. Collective."""
+    several = [(entry, meshes) for entry, meshes in zip(found, by_entry) if len(meshes) > 1]
+    if not several:
+        return []
+    digests = communicator.gather_json([_digest(entry.parameter) for entry, _ in several])
+    by_rank = dict(zip(communicator.ranks, digests))
+    findings = []
+    for place, (entry, (first, *others)) in enumerate(several):
+        pairs = [(rank, other) for mesh in others for rank, other in zip(first, mesh, strict=True)]
+        if different := [pair for pair in pairs if by_rank[pair[0]][place] != by_rank[pair[1]][place]]:
+            findings.append(
+                f"{entry.name}: a DTensor over ranks {first} on some ranks and {others[0]} on others, which would be "
+                f"replicas, but that of rank {different[0][0]} differs from that of rank {different[0][1]}; experts, "
+                "say, that are not the same need an optimizer for each mesh, with its process_group"
+            )
+    return findings
+
+
+def _digest(parameter: Tensor) -> str:
+    """The digest of this rank's part; empty if that has no numbers yet."""
+    return "" if parameter.is_meta else digest(local(parameter))
 
 
 def _lies_in_rows(entry: Entry, meshes: Sequence[Sequence[int]]) -> bool:
