@@ -490,7 +490,7 @@ def experts_are_no_replicas(rank, world_size):
     expert = grid["ep"].get_local_rank()
 
     def build(mesh_of_all, placements, differs):
-        whole = normal((6, 4), 1)
+        whole = torch.arange(24.0, device=device_of(rank)).view(6, 4)
         shared = distribute_tensor(whole, mesh_of_all, placements)
         own = distribute_tensor(whole + expert * differs, grid["dp"], [Shard(0)])
         parameters = [("shared", nn.Parameter(shared)), ("expert", nn.Parameter(own))]
@@ -501,12 +501,21 @@ def experts_are_no_replicas(rank, world_size):
         TritonDistMuonAdamW(groups)
     # where tensor parallelism leaves parameters whole along one dimension of a grid they look like these
     parameters, groups = build(grid, [Shard(0), Shard(1)], differs=True)
-    with pytest.raises(ValueError, match=r"expert: a DTensor over .* that of rank 0 differs from that of rank 1; exp"):
-        TritonDistMuonAdamW(groups)
+    optimizer = TritonDistMuonAdamW(groups)
+    before = [local(p).clone() for _, p in parameters]
+    for _, p in parameters:
+        p.grad = torch.ones_like(p)
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"expert is a DTensor over .* rank 1 has other numbers than rank 0; exp"
+        ):
+            optimizer.step()
+    assert all(torch.equal(local(p), then) for (_, p), then in zip(parameters, before))
+    with torch.no_grad():
+        parameters[1][1].sub_(expert)  # what is loaded after the optimizer was built
+    optimizer.step()
     TritonDistMuonAdamW([{"kind": "muon", "params": parameters[:1]}])
     TritonDistMuonAdamW([{"kind": "muon", "params": parameters[1:]}], process_group=grid["dp"].get_group())
-    _, groups = build(grid, [Shard(0), Shard(1)], differs=False)
-    TritonDistMuonAdamW(groups)
 
 
 @scenario(2)

@@ -159,6 +159,10 @@ class DistOptimizer(StatefulOptimizer):
         self._unbucketed.check()
         if self._options.debug and self._unbucketed.layouts:
             step_checks.compare_gradients(self._entries, self._communicator)
+        if self._unbucketed.supposed_replicas:
+            step_checks.compare_replicas(self._unbucketed.supposed_replicas, self._communicator)
+            if not self._options.debug:
+                self._unbucketed.supposed_replicas.clear()
         with self.begun_together("the reduction of gradients"):
             if self._bucketed.reduce(len(self.plan.parameters)) or self._unbucketed.were_dropped:
                 self._factor = None  # its gradients have been dropped since

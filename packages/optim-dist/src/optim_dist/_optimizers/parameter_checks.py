@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from optim_dist._optimizers.agreement import digest
 from optim_dist._optimizers.entries import Entry
-from optim_dist._optimizers.layouts import joint_layout, layout_of, local
+from optim_dist._optimizers.layouts import joint_layout, layout_of
 from optim_dist._optimizers.multipliers import multiplier_faults
 from optim_dist._optimizers.options import Options
 from optim_dist._reduction.collectives import Communicator
@@ -63,8 +62,6 @@ def check_parameters(
     by_entry = [list(map(list, dict.fromkeys(map(tuple, each)))) for each in zip(*(meshes for _, meshes in gathered))]
     if not findings:
         findings = dict.fromkeys(_mesh_findings(found, by_entry, communicator.ranks))
-    if not findings:
-        findings = dict.fromkeys(_replica_findings(found, by_entry, communicator))
     if not findings:
         findings = dict.fromkeys(
             ROUNDING.format(entry.name)
@@ -252,32 +249,6 @@ def _mesh_findings(found: Sequence[Entry], by_entry: Sequence[list[list[int]]], 
                 "mesh's process_group"
             )
     return findings
-
-
-def _replica_findings(
-    found: Sequence[Entry], by_entry: Sequence[list[list[int]]], communicator: Communicator
-) -> list[str]:
-    """Which parameters of several meshes are not the same on all of them, and so no replicas. Collective."""
-    several = [(entry, meshes) for entry, meshes in zip(found, by_entry) if len(meshes) > 1]
-    if not several:
-        return []
-    digests = communicator.gather_json([_digest(entry.parameter) for entry, _ in several])
-    by_rank = dict(zip(communicator.ranks, digests))
-    findings = []
-    for place, (entry, (first, *others)) in enumerate(several):
-        pairs = [(rank, other) for mesh in others for rank, other in zip(first, mesh, strict=True)]
-        if different := [pair for pair in pairs if by_rank[pair[0]][place] != by_rank[pair[1]][place]]:
-            findings.append(
-                f"{entry.name}: a DTensor over ranks {first} on some ranks and {others[0]} on others, which would be "
-                f"replicas, but that of rank {different[0][0]} differs from that of rank {different[0][1]}; experts, "
-                "say, that are not the same need an optimizer for each mesh, with its process_group"
-            )
-    return findings
-
-
-def _digest(parameter: Tensor) -> str:
-    """The digest of this rank's part; empty if that has no numbers yet."""
-    return "" if parameter.is_meta else digest(local(parameter))
 
 
 def _lies_in_rows(entry: Entry, meshes: Sequence[Sequence[int]]) -> bool:

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from optim_dist._optimizers.agreement import compare_options, describe_groups
+from optim_dist._optimizers.agreement import compare_options, describe_groups, digest
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.kept_items import are_same
+from optim_dist._optimizers.layouts import local
 from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import ParameterSpec
 
@@ -133,4 +134,19 @@ def compare_gradients(entries: Iterable[Entry], communicator: Communicator) -> N
                 raise RuntimeError(
                     f"{entry.name} is a DTensor that has a gradient on rank {first if here else rank} and none on rank "
                     f"{rank if here else first}; give it one on all ranks (zeros, say) or on none"
+                )
+
+
+def compare_replicas(supposed: Iterable[tuple[Entry, Sequence[Sequence[int]]]], communicator: Communicator) -> None:
+    """Refuse parameters that lie over several meshes, of which ``supposed`` has the ranks, and differ between them."""
+    listed = list(supposed)
+    digests = communicator.gather_json([digest(local(entry.parameter)) for entry, _ in listed])
+    by_rank = dict(zip(communicator.ranks, digests))
+    for place, (entry, (first, *others)) in enumerate(listed):
+        for rank, other in ((rank, other) for mesh in others for rank, other in zip(first, mesh, strict=True)):
+            if by_rank[rank][place] != by_rank[other][place]:
+                raise RuntimeError(
+                    f"{entry.name} is a DTensor over ranks {list(first)}, of which other ranks hold replicas, but rank "
+                    f"{other} has other numbers than rank {rank}; experts, say, that are not the same need an "
+                    "optimizer for each mesh, with its process_group"
                 )
