@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optim_kernels._dtensors import is_wrapper
+from optim_kernels._dtensors import is_dtensor, is_wrapper
 from optim_kernels._impl import KERNEL_DTYPES
 from optim_kernels.functional._lists import called, description
 from optim_kernels.multi_tensor import is_dense
@@ -138,7 +138,7 @@ class PlannedTensor:
                 f"{self.called('grads')} must be like {self.called('params')}, {description(p)}, or a stack of such, "
                 f"but is {description(grad)}"
             )
-        if not is_wrapper(grad):
+        if is_dtensor(grad) or not is_wrapper(grad):
             _check_memory(self.called("grads"), grad)
 
     def has_layout_of(self, grad: Tensor) -> bool:
@@ -206,7 +206,9 @@ def check_shared_steps(tensors: Sequence[PlannedTensor], grads: Sequence[Tensor]
 
 
 def _check_memory(name: str, tensor: Tensor) -> None:
-    """Raise ``ValueError`` if the tensor has elements and no memory: its storage was resized to nothing."""
+    """Raise if the tensor has no memory: it is a DTensor, or its storage was resized to nothing."""
+    if is_dtensor(tensor):
+        raise TypeError(f"{name} is a DTensor, and the kernels take memory of this rank; give its to_local()")
     if tensor.numel() and addresses(tensor)[0] == 0:
         raise ValueError(f"{name}, {description(tensor)}, has no memory: its storage was freed")
 

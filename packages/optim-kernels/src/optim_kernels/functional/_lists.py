@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optim_kernels._dtensors import has_dtensors, is_dtensor
 from optim_kernels.multi_tensor import has_overlaps, sharing_memory
 
 
@@ -101,6 +102,31 @@ def check_shapes(like: Sequence[Tensor], of: str, **lists: Sequence[Tensor | Non
                 )
             if tensor.device != other.device:
                 raise ValueError(f"{name}[{i}] must be where {of}[{i}] is, on {other.device}, got {tensor.device}")
+
+
+def check_whole_matrices(**lists: Sequence[Tensor | None] | None) -> None:
+    """Raise ``TypeError`` for a DTensor, of whose matrices a rank may have parts."""
+    for name, each in lists.items():
+        if each is None or not has_dtensors(each):
+            continue
+        i = next(i for i, tensor in enumerate(each) if is_dtensor(tensor))
+        raise TypeError(
+            f"{name}[{i}] is a DTensor, and matrices have to be whole; give its full_tensor(), or the to_local() of "
+            "one that every rank has whole"
+        )
+
+
+def check_spread(like: Sequence[Tensor], of: str, **lists: Sequence[Tensor | None] | None) -> None:
+    """Raise ``TypeError`` for a DTensor whose neighbour is none: torch computes with no such pairs."""
+    if not any(has_dtensors(each or ()) for each in (like, *lists.values())):
+        return
+    for name, each in lists.items():
+        for i, (tensor, other) in enumerate(zip(each or (), like)):
+            if tensor is not None and is_dtensor(tensor) != is_dtensor(other):
+                one, none = (name, of) if is_dtensor(tensor) else (of, name)
+                raise TypeError(
+                    f"{one}[{i}] is a DTensor, and {none}[{i}] is none; give DTensors alone, or their local parts"
+                )
 
 
 def check_writable(**lists: Sequence[Tensor | None] | None) -> None:

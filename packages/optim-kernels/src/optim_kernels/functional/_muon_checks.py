@@ -18,6 +18,7 @@ from optim_kernels.functional._lists import (
     check_shapes,
     check_tensors,
     check_whole,
+    check_whole_matrices,
     check_writable,
     description,
 )
@@ -54,6 +55,7 @@ def check_step(
         indices=indices,
     )
     check_tensors(params=params, grads=grads, momentum_buffers=momentum_buffers)
+    check_whole_matrices(params=params, masters=masters)
     check_masters(params, masters)
     check_shapes(params, "params", grads=grads, momentum_buffers=momentum_buffers, masters=masters)
     check_floating(params=params)
@@ -89,6 +91,7 @@ def check_update(
         raise TypeError(f"ns must be an NSConfig or None, got {ns!r}; give NSConfig(coefficients=...)")
     check_lengths(len(grads), "grads", momentum_buffers=momentum_buffers, second_moments=second_moments, views=views)
     check_tensors(grads=grads, momentum_buffers=momentum_buffers, second_moments=second_moments)
+    check_whole_matrices(grads=grads, momentum_buffers=momentum_buffers, second_moments=second_moments)
     check_shapes(grads, "grads", momentum_buffers=momentum_buffers)
     check_floating(grads=grads, momentum_buffers=momentum_buffers, second_moments=second_moments)
     check_writable(momentum_buffers=momentum_buffers, second_moments=second_moments)

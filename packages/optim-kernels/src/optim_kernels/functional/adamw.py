@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels import reference
+from optim_kernels._dtensors import whole
 from optim_kernels._impl import Impl, check_impl
 from optim_kernels._options import (
     are_numbers,
@@ -27,6 +28,7 @@ from optim_kernels.functional._lists import (
     check_masters,
     check_normal,
     check_shapes,
+    check_spread,
     check_tensors,
     check_tensors_or_none,
     check_whole,
@@ -78,7 +80,7 @@ def adamw_(
         steps: 0-d tensors that count the steps taken so far, one a tensor or shared; each is advanced once. The
             kernels want them in fp32 on the parameters' device.
         masters: per tensor ``None``, its fp32 master, or the int16 low half that completes a bf16 parameter.
-        grad_scale: what gradients are divided by.
+        grad_scale: what gradients are divided by; as the next two a 0-d tensor, also a DTensor.
         found_inf: if nonzero, nothing is changed, step counts included.
         clip_factor: what gradients are multiplied by.
         stochastic_rounding: whether bf16 parameters and moments are rounded at random, by the packed stream of
@@ -93,7 +95,8 @@ def adamw_(
     Raises:
         ValueError: lists of other lengths, tensors of other shapes, or what the kernels cannot take; by name, before
             anything is written.
-        TypeError: something else in place of a number, a tensor or a plan, likewise.
+        TypeError: something else in place of a number, a tensor or a plan, likewise; DTensors for the kernels, or some
+            among other tensors. Their local parts can be stepped.
         RuntimeError: ``impl="triton"`` where the kernels cannot run.
     """
     if not params:
@@ -109,7 +112,8 @@ def adamw_(
     # an empty list stands for none, as in torch's own functions
     more_state: dict[str, Any] = {"max_exp_avg_sqs": max_exp_avg_sqs or None, "masters": masters or None}
     hyper: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-    scaling: dict[str, Any] = {"grad_scale": grad_scale, "found_inf": found_inf, "clip_factor": clip_factor}
+    factors = {"grad_scale": grad_scale, "found_inf": found_inf, "clip_factor": clip_factor}
+    scaling: dict[str, Any] = {name: whole(factor) for name, factor in factors.items()}
     places: dict[str, Any] = {"indices": indices, "starts": starts or None, "present": present or None}
     rounding: dict[str, Any] = {"stochastic_rounding": stochastic_rounding, "seed": seed}
     check = partial(
@@ -133,6 +137,7 @@ def adamw_(
         moments = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "max_exp_avg_sqs": more_state["max_exp_avg_sqs"]}
         check_tensors(**moments)
         check_floating(params=params, grads=grads, **moments)
+        check_spread(params, "params", grads=grads, **moments, masters=more_state["masters"])
         _check_grads(params, grads)
         check_masters(params, more_state["masters"])
         check_shapes(params, "params", **moments, masters=more_state["masters"])

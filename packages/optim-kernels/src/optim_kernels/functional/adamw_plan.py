@@ -92,6 +92,7 @@ class AdamWPlan:
 
         Raises:
             ValueError: a tensor whose shape, dtype, device or memory layout the kernels cannot take.
+            TypeError: a DTensor, whose memory is that of its local part.
         """
         count = len(params)
         grads = grads if isinstance(grads, TensorList) else TensorList(grads)

@@ -13,6 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from optim_kernels._dtensors import whole
 from optim_kernels._impl import Impl
 from optim_kernels._options import (
     check_scalar_tensors,
@@ -119,7 +120,8 @@ def muon_(
         ValueError: lists of other lengths, tensors of other shapes or dtypes, or a bad option; by name, before anything
             is written. With a plan also what its kernels cannot take: second moments that are not contiguous fp32, and
             parameters that share memory.
-        TypeError: something else in place of a number, a view, a plan or an `NSConfig`, likewise.
+        TypeError: something else in place of a number, a view, a plan or an `NSConfig`, likewise; and DTensors in the
+            lists, of whose matrices a rank may have parts.
         RuntimeError: ``impl="triton"`` where the kernels cannot run; a step that a CUDA graph captures with
             ``stochastic_rounding``, or with a plan that has not run it before.
     """
@@ -185,7 +187,7 @@ def muon_(
     check_values(params, clip_factor=clip_factor, grad_scale=grad_scale, found_inf=found_inf)
     if stochastic_rounding:
         check_random_bits(params, masters)
-    factor = gradient_scale(clip_factor, grad_scale)
+    factor, found_inf = gradient_scale(whole(clip_factor), whole(grad_scale)), whole(found_inf)
     if alone and not (found_inf is not None and bool(found_inf.item())):
         bits: list[Rounding] | None = None
         if stochastic_rounding:
@@ -262,7 +264,7 @@ def muon_update(
         second_moments=second_moments,
         beta2=beta2,
         views=all_views,
-        clip_factor=clip_factor,
+        clip_factor=whole(clip_factor),
         impl=impl,
     )
 

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from optim_kernels._dtensors import whole
 from optim_kernels._impl import why_not_triton
 from optim_kernels._options import are_numbers, check_scalar_tensors, check_scalars, check_switches, check_values
 from optim_kernels.functional._device_scalars import as_scalar
@@ -94,7 +95,7 @@ class MuonMomenta:
             [_groups_of(groups, len(grads), "grads", len(momenta), "momentum")],
             [*map(_dtype_of, (grads, buffers, us)), nesterov, maximize],
         )
-        factors = (as_scalar(factor, launch.one) for factor in (clip_factor, grad_scale))
+        factors = (as_scalar(whole(factor), launch.one) for factor in (clip_factor, grad_scale))
         launch.run([[value] for value in momenta], *factors)
 
     @staticmethod

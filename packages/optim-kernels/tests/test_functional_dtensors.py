@@ -1,0 +1,73 @@
+"""What the functions over lists do with DTensors: lists are of local parts, and factors may be spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from optim_kernels._impl import is_interpreted
+from optim_kernels.functional import MuonPlan, adamw_, muon_, muon_update
+from optim_utils.testing import run_ranks
+
+KERNELS = ["triton"] if is_interpreted() else []
+IMPLS: list[Any] = ["torch", *KERNELS]
+ADAMW: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+OF_ADAMW, OF_MUON = ("params", "grads", "exp_avgs", "exp_avg_sqs"), ("params", "grads", "momentum_buffers")
+
+
+def spread(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    return DTensor.from_local(tensor, mesh, [Replicate()])
+
+
+def lists(names: Iterable[str]) -> dict[str, Any]:
+    return {name: [torch.full((4, 6), 0.5) for _ in range(2)] for name in names}
+
+
+def refused(call: Callable[..., Any], names: Iterable[str], at: str, words: str, **options: Any) -> None:
+    """Have the second tensor of the list ``at`` refused as a DTensor."""
+    given = lists(names)
+    given[at][1] = spread(given[at][1])
+    with pytest.raises(TypeError, match=rf"^{at}\[1\] is a DTensor.*{words}"):
+        call(**given, **options)
+    assert all(bool((each[0] == 0.5).all()) for each in given.values())
+
+
+def _lists(rank: int, world_size: int) -> None:
+    for impl in IMPLS:
+        words = "give its to_local" if impl == "triton" else "give DTensors alone, or their local parts"
+        for at in OF_ADAMW:
+            refused(adamw_, OF_ADAMW, at, words, steps=torch.zeros(()), impl=impl, **ADAMW)
+        for at in OF_MUON:
+            for plan in (None, MuonPlan()):
+                refused(muon_, OF_MUON, at, "full_tensor", lr=0.1, plan=plan, impl=impl)
+    for at in OF_MUON[1:]:
+        refused(muon_update, OF_MUON[1:], at, "full_tensor")
+
+
+def test_a_list_with_a_dtensor_is_refused_before_anything_moves() -> None:
+    run_ranks(_lists, 1, backend="gloo")
+
+
+def _factors(rank: int, world_size: int) -> None:
+    for impl in IMPLS:
+        for name in ("clip_factor", "grad_scale", "found_inf"):
+            found = []
+            for factor in (torch.tensor(0.25), spread(torch.tensor(0.25))):
+                of_adamw, of_muon, planned = lists(OF_ADAMW), lists(OF_MUON), lists(OF_MUON)
+                adamw_(**of_adamw, steps=torch.zeros(()), impl=impl, **ADAMW, **{name: factor})
+                muon_(**of_muon, lr=0.1, impl=impl, **{name: factor})
+                muon_(**planned, lr=0.1, impl=impl, plan=MuonPlan(), **{name: factor})
+                found.append([each for given in (of_adamw, of_muon, planned) for each in given.values()])
+            torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_factors_may_be_dtensors() -> None:
+    """As the norm of DTensors is one, of which the optimizers take a factor, too."""
+    run_ranks(_factors, 2, backend="gloo")
