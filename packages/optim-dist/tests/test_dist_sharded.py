@@ -506,9 +506,7 @@ def experts_are_no_replicas(rank, world_size):
     for _, p in parameters:
         p.grad = torch.ones_like(p)
     for _ in range(2):
-        with pytest.raises(
-            RuntimeError, match=r"expert is a DTensor over .* rank 1 has other numbers than rank 0; exp"
-        ):
+        with pytest.raises(RuntimeError, match=r"expert is a DTensor of which ranks 0 and 1 hold replicas, but they"):
             optimizer.step()
     assert all(torch.equal(local(p), then) for (_, p), then in zip(parameters, before))
     with torch.no_grad():
@@ -516,6 +514,28 @@ def experts_are_no_replicas(rank, world_size):
     optimizer.step()
     TritonDistMuonAdamW([{"kind": "muon", "params": parameters[:1]}])
     TritonDistMuonAdamW([{"kind": "muon", "params": parameters[1:]}], process_group=grid["dp"].get_group())
+
+
+@scenario(4)
+def replicas_that_differ_are_named_if_asked_for(rank, world_size):
+    """Nobody broadcasts DTensors: with a seed for each rank every group of replicas trains another model."""
+    mesh = mesh_of(2, 2, names=("replicate", "shard"))
+
+    def step(seed, **options):
+        torch.manual_seed(seed)
+        layer = nn.Linear(8, 8, device=device_of(rank))
+        fully_shard(layer, mesh=mesh)
+        optimizer = TritonDistAdamW(layer.named_parameters(), **options)
+        for number in range(2):
+            layer(normal((2, 8), number).to(layer.weight.device)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for options in ({"sync_params": "check"}, {"debug": True}):
+        step(0, **options)
+        with pytest.raises(RuntimeError, match=r"weight is a DTensor of which ranks 0 and 2 hold replicas, but they"):
+            step(mesh["replicate"].get_local_rank(), **options)
+    step(rank)
 
 
 @scenario(2)

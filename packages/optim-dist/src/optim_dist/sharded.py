@@ -49,9 +49,9 @@ class UnbucketedParameters:
         self._communicator = communicator
         self._options = options
         self._members: list[Unbucketed] = []
-        # parameters that lie over several meshes, and the ranks of these; compared before the first step, as they may
-        # get their numbers when the optimizer has been built
-        self.supposed_replicas: list[tuple[Entry, Sequence[Sequence[int]]]] = []
+        # DTensors whose replicas are compared at the first step: not at once, as they may get their numbers when the
+        # optimizer has been built
+        self.supposed_replicas: list[tuple[Entry, Layout]] = []
         self._muon: ShardedMuon | None = None
         self._gradients = LocalGradients()
         # parameters with the gradients that the last clipping took a norm of, as long as these exist
@@ -68,8 +68,9 @@ class UnbucketedParameters:
                 layout = joint_layout(entry.parameter, meshes[index - first])
                 start = flat_start(layout, spec.shape, rank)
                 self._members.append(Unbucketed(index, entry, spec, layout, start, _is_first(layout, rank)))
-                if len(meshes[index - first]) > 1:
-                    self.supposed_replicas.append((entry, meshes[index - first]))
+                # several meshes need not be of replicas
+                if len(meshes[index - first]) > 1 or (layout.replicated_axes and self._options.compares_replicas):
+                    self.supposed_replicas.append((entry, layout))
             elif self._communicator.world_size == 1 and not self._options.is_tree:
                 self._members.append(Unbucketed(index, entry, spec))
         matrices = [

@@ -95,7 +95,8 @@ class Options:
         max_norm: clip by the global norm inside ``step()``, in addition to an earlier ``clip_grad_norm_``.
         skip_nonfinite: leave everything untouched if the global norm is inf or NaN.
         sync_params: what construction does with parameters: ``"broadcast"`` the first rank's, or ``"check"`` that they
-            are equal.
+            are equal. DTensors are not broadcast; with ``"check"`` the first step compares those that ranks hold
+            replicas of (HSDP).
         deterministic: Muon's kernels choose tiles by the shape of each matrix alone, not by how many of them an owner
             has: with ``reducer="exact"`` the same gradients give the same bits on any number of ranks. On a CPU, and
             with ``impl="torch"`` in the group, they do so anyway. Costs speed where owners have many small matrices.
@@ -104,10 +105,10 @@ class Options:
             streamed gradients still go by the process group. With ``"symm"`` the reducer is always ``"exact"``. For one
             CUDA device a rank; no effect on DTensors, and on one rank.
         timeout: seconds that a collective may take; the process group's own limit if None.
-        debug: compare hyperparameters, clipping and which DTensors have gradients over ranks before every update, and
-            parameters after it. With ``model`` that is not compiled, also watch all operations of its forward pass: a
-            parameter that is read before its own module runs is an error, since without ``debug`` it may be read
-            before it is gathered.
+        debug: compare hyperparameters, clipping, replicas of DTensors, and which of these have gradients over ranks
+            before every update, and parameters after it. With ``model`` that is not compiled, also watch all operations
+            of its forward pass: a parameter that is read before its own module runs is an error, since without
+            ``debug`` it may be read before it is gathered.
     """
 
     model: torch.nn.Module | None = None
@@ -246,6 +247,11 @@ class Options:
     @property
     def is_streamed(self) -> bool:
         return self.gradients == "streamed"
+
+    @property
+    def compares_replicas(self) -> bool:
+        """Whether DTensors that ranks hold replicas of are compared."""
+        return self.debug or self.sync_params == "check"
 
     @property
     def planned_bucket_mb(self) -> float | None:

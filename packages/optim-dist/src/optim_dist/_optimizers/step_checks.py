@@ -16,6 +16,7 @@ from optim_dist._optimizers.kept_items import are_same
 from optim_dist._optimizers.layouts import local
 from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import ParameterSpec
+from optim_redist import Layout
 
 
 def check_factor(clip_factor: object) -> None:
@@ -137,16 +138,20 @@ def compare_gradients(entries: Iterable[Entry], communicator: Communicator) -> N
                 )
 
 
-def compare_replicas(supposed: Iterable[tuple[Entry, Sequence[Sequence[int]]]], communicator: Communicator) -> None:
-    """Refuse parameters that lie over several meshes, of which ``supposed`` has the ranks, and differ between them."""
+def compare_replicas(supposed: Iterable[tuple[Entry, Layout]], communicator: Communicator) -> None:
+    """Refuse DTensors of which ranks hold replicas, as their layouts say, that differ."""
     listed = list(supposed)
     digests = communicator.gather_json([digest(local(entry.parameter)) for entry, _ in listed])
     by_rank = dict(zip(communicator.ranks, digests))
-    for place, (entry, (first, *others)) in enumerate(listed):
-        for rank, other in ((rank, other) for mesh in others for rank, other in zip(first, mesh, strict=True)):
-            if by_rank[rank][place] != by_rank[other][place]:
+    for place, (entry, layout) in enumerate(listed):
+        firsts: dict[tuple[int, ...], int] = {}
+        for rank in layout.mesh.ranks:
+            coordinates = enumerate(layout.mesh.coordinates[rank])
+            part = tuple(number for axis, number in coordinates if axis not in layout.replicated_axes)
+            first = firsts.setdefault(part, rank)
+            if by_rank[rank][place] != by_rank[first][place]:
                 raise RuntimeError(
-                    f"{entry.name} is a DTensor over ranks {list(first)}, of which other ranks hold replicas, but rank "
-                    f"{other} has other numbers than rank {rank}; experts, say, that are not the same need an "
-                    "optimizer for each mesh, with its process_group"
+                    f"{entry.name} is a DTensor of which ranks {first} and {rank} hold replicas, but they have other "
+                    "numbers there; begin with the same on both (by the same seed, or load a checkpoint). What is not "
+                    "meant to be the same, as experts are not, needs an optimizer for each mesh, with its process_group"
                 )
