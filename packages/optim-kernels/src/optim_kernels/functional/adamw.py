@@ -134,16 +134,7 @@ def adamw_(
         plan = _plan_for(params, plan, impl)
     check_values(params, **scaling)
     if plan is None:
-        moments = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "max_exp_avg_sqs": more_state["max_exp_avg_sqs"]}
-        check_tensors(**moments)
-        check_floating(params=params, grads=grads, **moments)
-        check_spread(params, "params", grads=grads, **moments, masters=more_state["masters"])
-        _check_grads(params, grads)
-        check_masters(params, more_state["masters"])
-        check_shapes(params, "params", **moments, masters=more_state["masters"])
-        written = {"params": params, **moments, "masters": more_state["masters"]}
-        check_writable(**written)
-        check_normal(range(len(params)), **written, steps=steps_of(steps, len(params)))
+        _check_for_torch(params, grads, exp_avgs, exp_avg_sqs, steps=steps, **more_state)
         reference.adamw_(
             params, grads, exp_avgs, exp_avg_sqs, steps=steps, **more_state, **hyper, **scaling, **places, **rounding
         )
@@ -186,6 +177,29 @@ def _check_arguments(
     check_tensors_or_none(**{name: lists[name] for name in ("max_exp_avg_sqs", "masters")})
     check_whole(**{name: lists[name] for name in ("indices", "starts")})
     check_flags(present=lists["present"])
+
+
+def _check_for_torch(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    steps: Tensor | Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor] | None,
+    masters: Sequence[Tensor | None] | None,
+) -> None:
+    """Raise for tensors that the reference would broadcast, or find when others have been written."""
+    moments = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "max_exp_avg_sqs": max_exp_avg_sqs}
+    check_tensors(**moments)
+    check_floating(params=params, grads=grads, **moments)
+    check_spread(params, "params", grads=grads, **moments, masters=masters)
+    _check_grads(params, grads)
+    check_masters(params, masters)
+    check_shapes(params, "params", **moments, masters=masters)
+    check_writable(params=params, **moments, masters=masters)
+    counts = steps_of(steps, len(params))
+    check_normal(range(len(params)), params=params, **moments, masters=masters, steps=counts)
 
 
 def _plan_for(params: Sequence[Tensor], plan: AdamWPlan | None, impl: Impl) -> AdamWPlan | None:
