@@ -460,6 +460,21 @@ def test_what_does_not_fit_is_refused_before_anything_moves(change: dict[str, An
     assert not buffer.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_hyperparameters_of_16_bits_are_computed_with_in_fp32(impl: Any, dtype: torch.dtype) -> None:
+    """As tensors are by default after ``torch.set_default_dtype(torch.bfloat16)``: 1 - 0.001 would be 1."""
+    numbers = {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.9, "beta2": 0.95}
+    tensors = {name: torch.tensor(number, device=DEVICE).to(dtype) for name, number in numbers.items()}
+    found = []
+    for options in (tensors, {name: float(number) for name, number in tensors.items()}):
+        p, grad, buffer = (torch.linspace(-1, 1, 24, device=DEVICE).reshape(4, 6) for _ in range(3))
+        moment = new_second_moment(p)
+        muon_([p], [grad], [buffer], second_moments=[moment], impl=impl, ns=NSConfig(dtype=torch.float32), **options)
+        found.append((p, buffer, moment))
+    torch.testing.assert_close(*found)
+
+
 def test_hyperparameters_may_be_arrays_without_dimensions() -> None:
     numbers = {"lr": 0.1, "weight_decay": 0.25, "momentum": 0.5, "beta2": 0.75}
     arrays: dict[str, Any] = {name: np.array(number) for name, number in numbers.items()}

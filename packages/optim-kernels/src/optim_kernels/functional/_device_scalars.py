@@ -21,8 +21,13 @@ def readable(value: Scalar, device: torch.device) -> Scalar:
 
 
 def brought_to(device: torch.device, value: Scalar) -> Scalar:
-    """A hyperparameter as torch takes it beside tensors on ``device``, where those of the host go as they are."""
-    return value.to(device) if on_device(value) else value
+    """A hyperparameter as torch computes with it beside tensors on ``device``: a float, or 0-d, of 32 bits at least.
+
+    Tensors of the host go with those of any device.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device if on_device(value) else value.device, torch.promote_types(value.dtype, torch.float32))
 
 
 def as_scalar(value: Tensor | None, neutral: Tensor) -> Tensor:
