@@ -108,6 +108,23 @@ def _other_names(rank: int, world: int) -> None:
             assert torch.equal(part, part_of(full, dst, rank))
 
 
+def _other_tensors(rank: int, world: int) -> None:
+    src, dst = Layout(Mesh(2), [0]), Layout(Mesh(2), [None])
+    items = [Item(part_of(torch.zeros(n), src, rank), (n,), src, dst) for n in (4, 5, 6)]
+    with pytest.raises(PlanMismatchError, match="'tensors: 3' against 'tensors: 2'"):
+        redistribute_many(items[rank:])
+    with pytest.raises(PlanMismatchError, match="'memory_limit: 1000000' against 'memory_limit: null'"):
+        redistribute_many(items, memory_limit=None if rank else 10**6)
+    with pytest.raises(PlanMismatchError, match=r"'1: plan\.shape\.0: 5' against '1: plan\.shape\.0: 6'"):
+        redistribute_many([items[0], items[1 + rank]])
+    with pytest.raises(PlanMismatchError, match=r"'bias': plan\.shape\.0: 4. against .'bias': plan\.shape\.0: 6"):
+        redistribute_many({"weight": items[1], "bias": items[2 * rank]})
+
+
+def test_other_tensors_on_a_rank_are_named() -> None:
+    run_ranks(_other_tensors, 2)
+
+
 def test_tensors_of_other_names_are_not_exchanged() -> None:
     run_ranks(_other_names, 2)
 

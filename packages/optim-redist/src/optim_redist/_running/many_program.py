@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 
@@ -132,20 +133,23 @@ class ManyProgram:
         """At the first call, make sure that all ranks have the same plans, names and ``bucket_bytes``."""
         if not self._compared:
             assert self.team is not None, "plans that communicate have a team"
-            texts = [made.canonical_text() for made in self.plans]
-            names = [f"name.{number}: {name}" for number, name in enumerate(self._names)]
             with noting("in the comparison of {} plans on rank {}".format, len(self.plans), self.rank):
-                self.team.compare("\n".join([*self._options(), *names, *texts]))
+                self.team.compare(self._agreement())
             self._compared = True
 
-    def _options(self) -> list[str]:
-        """What ranks have to agree on besides plans and names."""
-        found = [f"bucket_bytes: {self._bucket_bytes}"]
-        if self._memory_limit is not None:
-            found.append(f"memory_limit: {self._memory_limit}")
-        if self._donate:
-            found.append("donate: true")
-        return found
+    def _agreement(self) -> str:
+        """All that ranks have to agree on; each line says what it is about, so that the first that differs tells."""
+        lines = [
+            f"tensors: {len(self.plans)}",
+            f"bucket_bytes: {self._bucket_bytes}",
+            f"memory_limit: {json.dumps(self._memory_limit)}",
+            f"donate: {json.dumps(self._donate)}",
+            *(f"name.{number}: {name}" for number, name in enumerate(self._names)),
+        ]
+        for name, made in zip(self._names or range(len(self.plans)), self.plans):
+            of_tensor = f"{name!r}: "
+            lines.append(of_tensor + made.canonical_text().replace("\n", f"\n{of_tensor}"))
+        return "\n".join(lines)
 
 
 def _stage_of(plan: Plan, rank: int, rounds: int) -> StageProgram:
