@@ -351,7 +351,7 @@ def ranks_that_have_seen_no_gradient_give_up_a_batch_with_the_others(rank, world
     if rank == 0:
         net(batch(rank, 7)).backward()
     net.zero_grad()
-    assert optimizer.is_between_steps
+    assert optimizer.agree_between_steps()
     twin, twin_optimizer = build(rank)
     for model, opt in ((net, optimizer), (twin, twin_optimizer)):
         model(batch(rank, 0)).backward()
@@ -558,7 +558,7 @@ def model_zero_grad_skips_a_batch(rank, world_size):
         net(batch(rank, 7)).backward()
         if max_norm is not None:
             optimizer.clip_grad_norm_(max_norm)
-        assert not optimizer.is_between_steps
+        assert not optimizer.agree_between_steps()
         net.zero_grad()
         net(batch(rank, 0)).backward()
         optimizer.step()
@@ -566,7 +566,7 @@ def model_zero_grad_skips_a_batch(rank, world_size):
         net.zero_grad()
         net(batch(rank, 1)).backward()
         net.zero_grad()
-        assert optimizer.is_between_steps
+        assert optimizer.agree_between_steps()
 
 
 @scenario(2)

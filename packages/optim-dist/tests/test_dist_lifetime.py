@@ -6,6 +6,7 @@ raised.
 
 import copy
 import gc
+import inspect
 import io
 import os
 import signal
@@ -403,6 +404,17 @@ def _noting(found):
 
     make = dist.new_group
     return call
+
+
+@scenario(2)
+def looking_at_attributes_asks_no_other_rank(rank, world_size):
+    """As debuggers do, on one rank alone."""
+    net, optimizer = build(rank, accumulation_steps=1)
+    net(batch(rank, 0)).backward()
+    optimizer.step()
+    before = optimizer.communicator.num_calls
+    inspect.getmembers(optimizer)
+    assert optimizer.communicator.num_calls == before
 
 
 @scenario(2)

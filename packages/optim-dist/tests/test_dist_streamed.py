@@ -390,9 +390,9 @@ def zero_grad_gives_a_batch_up(rank, world_size):
             net(batch(rank, 7, micro), skip).backward()
         if number == micro_batches:
             optimizer.clip_grad_norm_(0.001)
-            assert not optimizer.is_between_steps
+            assert not optimizer.agree_between_steps()
         optimizer.zero_grad()
-        assert optimizer.is_between_steps
+        assert optimizer.agree_between_steps()
         assert_same(go_on(rank, net, optimizer, [0], micro_batches), expected)
         optimizer.close()
 
@@ -657,7 +657,7 @@ def dtensors_alone_have_no_buffers(rank, world_size):
         optimizer = TritonDistAdamW([("cut", cut)], lr=0.1, gradients=gradients, accumulation_steps=2)
         (cut.full_tensor() * 2).sum().backward()
         optimizer.zero_grad()
-        assert optimizer.is_between_steps
+        assert optimizer.agree_between_steps()
         for _ in range(2):
             (cut.full_tensor() * 2).sum().backward()
         optimizer.clip_grad_norm_(0.5)

@@ -101,7 +101,7 @@ def save(
 def _agreed(wanted: Destination, opt: DistOptimizer, options: Mapping[str, Any], faults: Sequence[str]) -> Destination:
     """Check that nothing is in the way of a save; return one destination for all ranks."""
     communicator, folder, failed = opt.communicator, wanted.folder, wanted.failed
-    is_between_steps = opt.is_between_steps
+    is_between_steps = opt.agree_between_steps()
     with raised_together(communicator, failed) as problems:
         problems += faults
         if not is_between_steps:

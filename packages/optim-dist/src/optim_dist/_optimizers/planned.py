@@ -199,7 +199,7 @@ class PlannedOptimizer(LiveOptimizer):
             refused = error
         agreement.raise_if_refused(refused, "the plan was not rebuilt", self._communicator)
         # also makes all ranks give up a batch that one has given up
-        if not self.is_between_steps:
+        if not self.agree_between_steps():
             # streamed gradients, which leave no .grad for the check above
             raise RuntimeError(
                 "rebuild_plan between backward and step(): gradients are already being reduced; call it after step(), "
@@ -229,7 +229,11 @@ class PlannedOptimizer(LiveOptimizer):
         self.check_open()
         is_built = hasattr(self, "plan")  # else the constructor adds this group
         # ranks agree first, as they may differ in what is reduced already
-        if is_built and any(self._communicator.gather_json(self._bucketed.has_launched)) and not self.is_between_steps:
+        if (
+            is_built
+            and any(self._communicator.gather_json(self._bucketed.has_launched))
+            and not self.agree_between_steps()
+        ):
             raise RuntimeError(
                 "add_param_group between backward and step(): gradients are already being reduced; "
                 "add the group after step(), or call zero_grad() first"
@@ -312,8 +316,7 @@ class PlannedOptimizer(LiveOptimizer):
     def layouts(self) -> dict[int, Layout]:
         return self._unbucketed.layouts
 
-    @property
-    def is_between_steps(self) -> bool:
+    def agree_between_steps(self) -> bool:
         """Whether no gradient has arrived since the last step, or all were dropped again. Collective."""
         self.check_open()
         # ranks agree first, as dropping reductions is collective
