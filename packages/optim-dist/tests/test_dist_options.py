@@ -1,6 +1,7 @@
 """Groups that are told something else after the optimizer was built, by the loop or by what is loaded."""
 
 import copy
+from datetime import timedelta
 from functools import partial
 from itertools import product
 
@@ -455,6 +456,7 @@ def test_adamws_groups_may_store_their_state_otherwise_from_some_step_on(backend
     ({"max_norm": "1"}, "max_norm must be positive, got '1'"),
     ({"bucket_mb": float("inf")}, "bucket_mb must be positive and finite, got inf"),
     ({"timeout": float("inf")}, "timeout must be positive and finite, got inf"),
+    ({"timeout": timedelta(seconds=3)}, r"timeout must be a number of seconds, got .*; give its total_seconds\(\)"),
     ({"model": "gpt2"}, "model must be None or a Module, got 'gpt2'"),
     ({"mesh": (2, 2)}, r"mesh must be None or a DeviceMesh, got \(2, 2\)"),
     ({"process_group": "gloo"}, "process_group must be None or a ProcessGroup, got 'gloo'"),
@@ -481,6 +483,20 @@ def test_no_limit_measures_the_norm_alone():
 def test_what_lists_no_parameters_is_refused(given):
     with pytest.raises(TypeError, match=rf"params must be a list of parameters.*, got a {type(given).__name__}"):
         TritonDistAdamW(given)
+
+
+@pytest.mark.parametrize("unordered", [set, frozenset])
+def test_parameters_without_an_order_are_refused(unordered):
+    """torch refuses them in groups; ranks would mix up those of one shape."""
+    given = unordered(nn.Linear(4, 4).parameters())
+    refused = pytest.raises(TypeError, match=rf"params must come in the same order .* a {unordered.__name__} has not")
+    with refused:
+        TritonDistAdamW(given)
+    with refused:
+        TritonDistAdamW([{"params": given}])
+    optimizer = TritonDistAdamW([nn.Parameter(torch.ones(4))])
+    with refused:
+        optimizer.add_param_group({"params": given})
 
 
 def test_a_group_without_parameters_is_refused_by_what_it_has():

@@ -18,7 +18,7 @@ def without_duplicates(params: Iterable[Any] | Mapping[str, Any]) -> list[Any]:
     """``params`` as a list in which each group has a tied parameter once; torch warns if one is listed twice.
 
     Raises:
-        TypeError: for a model, a single parameter without a list, or a group whose ``params`` are no list.
+        TypeError: for a model, a single parameter without a list, a group whose ``params`` are no list, or a set.
         ValueError: for a group without ``params``.
     """
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
@@ -26,6 +26,7 @@ def without_duplicates(params: Iterable[Any] | Mapping[str, Any]) -> list[Any]:
             "params must be a list of parameters, pairs with names or groups (model.named_parameters(), say), got a "
             f"{type(params).__name__}"
         )
+    _check_order(params)
     items: list[Any] = list(params.items()) if isinstance(params, Mapping) else list(params)
     if items and isinstance(items[0], dict):
         for group in items:
@@ -137,11 +138,19 @@ def _sharding(parameter: Tensor) -> str:
     return f"{' '.join(map(str, parameter.placements))} over {'x'.join(map(str, parameter.device_mesh.shape))} ranks"
 
 
+def _check_order(params: Iterable[Any]) -> None:
+    """Refuse sets: every rank goes through one in an order of its own, and would mix up parameters of one shape."""
+    if isinstance(params, set | frozenset):
+        kind = type(params).__name__
+        raise TypeError(f"params must come in the same order on every rank, which a {kind} has not; give a list")
+
+
 def _distinct(params: Any) -> Any:
     if isinstance(params, Tensor):
         return params
     if not isinstance(params, Iterable):
         raise TypeError(f"params of a group must be a list of parameters, got {params!r}")
+    _check_order(params)
     seen: set[int] = set()
     kept = []
     for item in params:

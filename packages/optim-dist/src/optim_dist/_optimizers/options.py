@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, fields, replace
+from datetime import timedelta
 from numbers import Integral
 from typing import Any, Literal, TypedDict
 
@@ -206,6 +207,8 @@ class Options:
             raise ValueError(f"accumulation_steps must be a whole number of at least 1, got {steps!r}")
         check_positive("max_norm", self.max_norm)
         check_positive("bucket_mb", self.bucket_mb, finite=True)
+        if isinstance(self.timeout, timedelta):
+            raise ValueError(f"timeout must be a number of seconds, got {self.timeout!r}; give its total_seconds()")
         check_positive("timeout", self.timeout, finite=True)
         workspace_for(self.ns_workspace_mb)  # refuses invalid values
 
