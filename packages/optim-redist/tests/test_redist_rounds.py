@@ -223,6 +223,20 @@ def test_a_limit_that_an_error_asks_for_is_enough(donate: bool) -> None:
         assert made.peak_bytes <= needed
 
 
+def test_an_error_asks_for_no_more_than_rounds_need() -> None:
+    """The last rank gets all: 14 GiB of contributions, of which the largest number of rounds brings 320 KiB each."""
+    mesh = Mesh((8, 8))
+    last = [Ragged([0] * 8 + [n]) for n in (5, 2**17)]
+    src, dst = Layout(mesh, [0, None, None], {1: "sum"}), Layout(mesh, [None, (0, last[0]), (1, last[1])])
+    shape = (1371, 5, 2**17)
+    limit = 2 * bounds(shape, src, dst).memory
+    with pytest.raises(PlanInfeasibleError) as caught:
+        plan(shape, "bf16", src, dst, memory_limit=limit + 2**16)
+    assert 2**16 < caught.value.terms["buffers"] < 2**20
+    needed = sum(caught.value.terms.values())
+    assert plan(shape, "bf16", src, dst, memory_limit=needed).peak_bytes <= needed
+
+
 def test_a_part_that_stays_whole_counts_once() -> None:
     x = torch.zeros(64, 64)
     uneven = Layout(Mesh(2), [(0, Ragged((0, 60, 64)))])

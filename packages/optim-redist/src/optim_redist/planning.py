@@ -317,7 +317,12 @@ def _infeasible(request: Request, limits: Bounds, asked: tuple[str, ...] | None)
 
 def _least_that_fits(request: Request, limits: Bounds, asked: tuple[str, ...] | None) -> int:
     """A limit under which there is a plan: source, target and one chunk, or the least peak that rounds can reach."""
-    enough = limits.memory * request.itemsize + CHUNK
-    found, _ = candidates(replace(request, memory_limit=enough), limits, asked)
-    least = min(candidate.peak_bytes for candidate in found)
-    return least if request.donate else max(least, enough)
+    room = CHUNK
+    while True:
+        enough = limits.memory * request.itemsize + room
+        found, _ = candidates(replace(request, memory_limit=enough), limits, asked)
+        least = min(candidate.peak_bytes for candidate in found)
+        if least <= enough:
+            return least if request.donate or room > CHUNK else enough
+        # the parts of the largest number of rounds are larger than a chunk
+        room *= 2
