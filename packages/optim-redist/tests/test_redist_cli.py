@@ -445,6 +445,15 @@ def test_the_worst_cut_is_told_in_the_direction_that_most_goes():
     assert "into the node of ranks 0, 1 go at least 4 KiB" in str(gathered)
 
 
+def test_memory_of_what_stays_and_of_what_moves():
+    rows, columns = Layout(Mesh(4), [0, None]), Layout(Mesh(4), [None, 0])
+    assert "memory 2 KiB at peak; a part that stays is source and target at once\n" in str(
+        plan((64, 64), "bf16", rows, rows)
+    )
+    moved = str(plan((64, 64), "bf16", rows, columns))
+    assert "memory 7 KiB at peak; source and target alone take 4 KiB\n" in moved
+
+
 def test_borders_that_nothing_has_to_cross_are_not_the_worst():
     mesh, nodes = Mesh((2, 4)), Topology.nodes(4)
     # both nodes hold everything, so neither has to send, but together they do

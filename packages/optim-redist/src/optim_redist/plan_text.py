@@ -155,10 +155,10 @@ def _footer(plan: Plan, crossed: Sequence[Crossed]) -> list[str]:
         lines.append(line)
         lines += _busy_inside(plan)
     limit = "" if plan.memory_limit is None else f", limit {format_bytes(plan.memory_limit)}"
-    lines.append(
-        f"memory {format_bytes(plan.peak_bytes)} at peak; source and target alone take "
-        f"{format_bytes(limits.memory * width)}{limit}"
-    )
+    both = f"source and target alone take {format_bytes(limits.memory * width)}"
+    if plan.peak_bytes < limits.memory * width and not plan.donate:
+        both = "a part that stays is source and target at once"
+    lines.append(f"memory {format_bytes(plan.peak_bytes)} at peak; {both}{limit}")
     lines.append(
         f"time {format_seconds(plan.time)}" + (f", {plan.gap:.0%} above the bound on time" if limits.seconds else "")
     )
