@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._impl import is_interpreted
-from optim_kernels.functional import MuonPlan, adamw_, muon_, muon_update
+from optim_kernels.functional import MuonPlan, adamw_, apply_muon_update_, muon_, muon_update
 from optim_utils.testing import run_ranks
 
 KERNELS = ["triton"] if is_interpreted() else []
@@ -49,10 +49,41 @@ def _lists(rank: int, world_size: int) -> None:
                 refused(muon_, OF_MUON, at, "full_tensor", lr=0.1, plan=plan, impl=impl)
     for at in OF_MUON[1:]:
         refused(muon_update, OF_MUON[1:], at, "full_tensor")
+    for at in ("params", "updates", "masters"):
+        refused(apply_muon_update_, ("params", "updates", "masters"), at, "or their local parts", lr=0.1)
 
 
 def test_a_list_with_a_dtensor_is_refused_before_anything_moves() -> None:
     run_ranks(_lists, 1, backend="gloo")
+
+
+def _counts(rank: int, world_size: int) -> None:
+    for impl in KERNELS:
+        for at in ("steps", "present"):
+            given = {name: [torch.ones(()) for _ in range(2)] for name in ("steps", "present")}
+            given[at][1] = spread(given[at][1])
+            with pytest.raises(TypeError, match=rf"^{at} of params\[1\] is a DTensor.*give its to_local"):
+                adamw_(**lists(OF_ADAMW), **given, impl=impl, **ADAMW)
+
+
+@pytest.mark.skipif(not KERNELS, reason="plain torch takes them")
+def test_kernels_refuse_counts_that_are_dtensors() -> None:
+    run_ranks(_counts, 1, backend="gloo")
+
+
+def _replicated(rank: int, world_size: int) -> None:
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    found, expected = lists(OF_ADAMW), lists(OF_ADAMW)
+    given = {name: each if name == "grads" else list(map(spread, each)) for name, each in found.items()}
+    with implicit_replication():
+        adamw_(**given, steps=torch.zeros(()), impl="torch", **ADAMW)
+    adamw_(**expected, steps=torch.zeros(()), impl="torch", **ADAMW)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_torch_may_be_told_to_replicate_gradients() -> None:
+    run_ranks(_replicated, 1, backend="gloo")
 
 
 def _factors(rank: int, world_size: int) -> None:

@@ -19,6 +19,13 @@ def has_dtensors(tensors: Iterable[Tensor | None]) -> bool:
     return any(map(is_dtensor, set(map(type, tensors))))
 
 
+def replicates_implicitly() -> bool:
+    """Whether torch takes a tensor beside DTensors for a replicated one, as it does in ``implicit_replication()``."""
+    from torch.distributed.tensor import DTensor
+
+    return bool(DTensor._op_dispatcher._allow_implicit_replication)
+
+
 def is_wrapper(tensor: Tensor) -> bool:
     """Whether the tensor has no memory of its own: it wraps others, as DTensors and torchao's do, or is fake."""
     return hasattr(tensor, "__tensor_flatten__") or hasattr(tensor, "fake_mode")

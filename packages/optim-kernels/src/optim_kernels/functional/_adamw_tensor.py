@@ -103,9 +103,10 @@ class PlannedTensor:
                 f"{self.called('masters')} is int16, which completes a bfloat16 parameter; {name} is {p.dtype}"
             )
         for kind, scalar in (("steps", self.step), ("present", self.present)):
-            if scalar is not None and (
-                scalar.numel() != 1 or scalar.dtype != torch.float32 or scalar.device != p.device
-            ):
+            if scalar is None:
+                continue
+            _check_memory(f"{kind} of {name}", scalar)
+            if scalar.numel() != 1 or scalar.dtype != torch.float32 or scalar.device != p.device:
                 raise ValueError(
                     f"{kind} of {name} must be one float32 element on {p.device}, is {description(scalar)}"
                 )

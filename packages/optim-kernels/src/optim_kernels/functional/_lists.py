@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_kernels._dtensors import has_dtensors, is_dtensor
+from optim_kernels._dtensors import has_dtensors, is_dtensor, replicates_implicitly
 from optim_kernels.multi_tensor import has_overlaps, sharing_memory
 
 
@@ -117,12 +117,12 @@ def check_whole_matrices(**lists: Sequence[Tensor | None] | None) -> None:
 
 
 def check_spread(like: Sequence[Tensor], of: str, **lists: Sequence[Tensor | None] | None) -> None:
-    """Raise ``TypeError`` for a DTensor whose neighbour is none: torch computes with no such pairs."""
+    """Raise ``TypeError`` for a DTensor whose neighbour is none: unless told to, torch computes with no such pairs."""
     if not any(has_dtensors(each or ()) for each in (like, *lists.values())):
         return
     for name, each in lists.items():
         for i, (tensor, other) in enumerate(zip(each or (), like)):
-            if tensor is not None and is_dtensor(tensor) != is_dtensor(other):
+            if tensor is not None and is_dtensor(tensor) != is_dtensor(other) and not replicates_implicitly():
                 one, none = (name, of) if is_dtensor(tensor) else (of, name)
                 raise TypeError(
                     f"{one}[{i}] is a DTensor, and {none}[{i}] is none; give DTensors alone, or their local parts"

@@ -30,6 +30,7 @@ from optim_kernels.functional._lists import (
     check_masters,
     check_normal,
     check_shapes,
+    check_spread,
     check_tensors,
     check_whole,
     check_writable,
@@ -315,13 +316,14 @@ def apply_muon_update_(
 ) -> None:
     """Decay every parameter and subtract ``lr · scale`` times its update, in place.
 
-    Raises: as `muon_`.
+    Raises: as `muon_`; of DTensors only those among other tensors are refused.
     """
     check_scale(scale)
     check_switches(cautious=cautious)
     check_scalars(lr=lr, weight_decay=weight_decay)
     check_lengths(len(params), "params", updates=updates, views=views, masters=masters, bits=bits)
     check_tensors(params=params, updates=updates)
+    check_spread(params, "params", updates=updates, masters=masters)
     check_masters(params, masters)
     check_shapes(params, "params", updates=updates, masters=masters)
     check_floating(params=params, updates=updates)
