@@ -17,8 +17,8 @@ from random_tensors import DEVICE
 from torch import Tensor
 
 from optim_kernels import reference
-from optim_kernels.functional import AdamWPlan, adamw_
-from optim_kernels.functional.muon import muon_
+from optim_kernels.functional import AdamWPlan, _adamw_launch, adamw_
+from optim_kernels.functional.muon import apply_muon_update_, muon_, muon_update
 from optim_kernels.reference.adamw import AdamWScalars
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -526,6 +526,28 @@ def test_a_compiled_caller(planned: bool) -> None:
         assert [t._version for t in tensors] == [t._version for t in theirs.lists[key]], key
 
 
+def test_a_compiled_caller_has_plain_torch_traced() -> None:
+    torch._dynamo.reset()
+    ours, theirs = (Problem((FP32, FP32, FP32, FP32), ((8, 12), (5,))) for _ in range(2))
+
+    def step(problem: Problem) -> None:
+        adamw_(grads=problem.grads, steps=problem.steps, impl="torch", **problem.lists, **OPTIONS)
+
+    torch.compile(step, backend="eager", fullgraph=True)(ours)
+    step(theirs)
+    for key, tensors in ours.lists.items():
+        assert all(map(torch.equal, tensors, theirs.lists[key])), key
+
+
+def test_tensors_that_are_hyperparameters_of_all_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checking them anew for each parameter took most of the host's time."""
+    checked: list[dict[str, Any]] = []
+    monkeypatch.setattr(_adamw_launch, "check_scalars", lambda **numbers: checked.append(numbers))
+    problem, options = Problem((FP32, FP32, FP32, FP32), ((8, 12), (5,), (3,))), {**OPTIONS, "lr": torch.tensor(0.1)}
+    adamw_(grads=problem.grads, steps=problem.steps, impl="triton", **problem.lists, **options)
+    assert [numbers["lr"] for numbers in checked] == [options["lr"]]
+
+
 @pytest.mark.parametrize("calls", range(1, 4))
 def test_a_copy_of_a_plan_is_empty(calls: int) -> None:
     """Its tables would have the addresses of what the plan keeps, and of another process's memory."""
@@ -703,6 +725,13 @@ def test_muon_refuses_what_was_made_in_inference_mode_before_anything_moves(at: 
     before = copy.deepcopy(lists)
     with pytest.raises(ValueError, match=rf"^{at}\[1\] {OF_INFERENCE}"):
         muon_(**lists, lr=0.1)
+    params, grads, masters = lists.pop("params"), lists["grads"], lists.pop("masters")
+    with pytest.raises(ValueError, match=rf"^{at}\[1\] {OF_INFERENCE}"):
+        if at in lists:
+            muon_update(**lists)
+        else:
+            apply_muon_update_(params, grads, masters=masters, lr=0.1)
+    lists |= {"params": params, "masters": masters}
     assert all(map(torch.equal, tensors, before[name]) for name, tensors in lists.items())
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._impl import is_interpreted
-from optim_kernels.functional import MuonPlan, adamw_, apply_muon_update_, muon_, muon_update
+from optim_kernels.functional import MuonMomenta, MuonPlan, adamw_, apply_muon_update_, muon_, muon_update
 from optim_utils.testing import run_ranks
 
 KERNELS = ["triton"] if is_interpreted() else []
@@ -42,13 +42,14 @@ def refused(call: Callable[..., Any], names: Iterable[str], at: str, words: str,
 def _lists(rank: int, world_size: int) -> None:
     for impl in IMPLS:
         words = "give its to_local" if impl == "triton" else "give DTensors alone, or their local parts"
-        for at in OF_ADAMW:
-            refused(adamw_, OF_ADAMW, at, words, steps=torch.zeros(()), impl=impl, **ADAMW)
-        for at in OF_MUON:
+        of_adamw, of_muon = (*OF_ADAMW, "max_exp_avg_sqs", "masters"), (*OF_MUON, "second_moments", "masters")
+        for at in of_adamw:
+            refused(adamw_, of_adamw, at, words, steps=torch.zeros(()), impl=impl, **ADAMW)
+        for at in of_muon:
             for plan in (None, MuonPlan()):
-                refused(muon_, OF_MUON, at, "full_tensor", lr=0.1, plan=plan, impl=impl)
-    for at in OF_MUON[1:]:
-        refused(muon_update, OF_MUON[1:], at, "full_tensor")
+                refused(muon_, of_muon, at, "full_tensor", lr=0.1, plan=plan, impl=impl)
+    for at in of_muon[1:-1]:
+        refused(muon_update, of_muon[1:-1], at, "full_tensor")
     for at in ("params", "updates", "masters"):
         refused(apply_muon_update_, ("params", "updates", "masters"), at, "or their local parts", lr=0.1)
 
@@ -96,6 +97,12 @@ def _factors(rank: int, world_size: int) -> None:
                 muon_(**of_muon, lr=0.1, impl=impl, **{name: factor})
                 muon_(**planned, lr=0.1, impl=impl, plan=MuonPlan(), **{name: factor})
                 found.append([each for given in (of_adamw, of_muon, planned) for each in given.values()])
+                if name == "clip_factor":
+                    found[-1].append(muon_update(of_muon["grads"], of_muon["momentum_buffers"], clip_factor=factor))
+                if impl == "triton" and name != "found_inf":
+                    us = lists(["grads", "buffers", "us"])
+                    MuonMomenta().step(**us, momentum=0.9, **{name: factor})
+                    found[-1].append(us["us"])
             torch.testing.assert_close(*found, rtol=0, atol=0)
 
 

@@ -205,6 +205,17 @@ def test_a_step_that_is_refused_does_not_count(impl: str) -> None:
     assert optimizer.state[p]["step"] == 1
 
 
+def test_a_step_in_plain_torch_draws_the_bits_of_its_number() -> None:
+    p = parameter(8, 12, dtype=torch.bfloat16)
+    q, buffer = p.detach().clone(), torch.zeros_like(p)
+    optimizer = muon([p], "torch", stochastic_rounding=True, seed=7)
+    for number in (1, 2):
+        steps(optimizer)
+        options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "ns": NSConfig(steps=2, dtype=torch.float32)}
+        muon_([q], [p.grad], [buffer], stochastic_rounding=True, seed=7, steps=[number], impl="torch", **options)
+        assert torch.equal(p, q)
+
+
 class Unread(torch.Tensor):
     """A number on a device: to ask whether it is zero, say, would wait for it."""
 

@@ -211,10 +211,12 @@ class AdamWLaunch:
         """Upload what ``run`` reads: hyperparameters, factors, and the gradients of the last ``refresh``."""
         numbers = are_numbers(chain.from_iterable(scalars))
         if not numbers:
-            for each in scalars:
-                check_switches(maximize=each.maximize)
-                check_scalars(**each._replace(maximize=False)._asdict())
-                check_values([self._members[0].param], **each._asdict())
+            # groups that share all their hyperparameters, as those of `adamw_` mostly do, are checked once
+            for each in {tuple(map(id, each)): each for each in scalars}.values():
+                own = each._asdict()
+                check_switches(maximize=own.pop("maximize"))
+                check_scalars(**own)
+                check_values([self._members[0].param], **own)
         if not numbers or scalars != self._scalars:
             self._set_scalars(scalars, numbers)
         if not self._is_uploaded:
