@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -112,23 +111,18 @@ def adamw_(
     # an empty list stands for none, as in torch's own functions
     more_state: dict[str, Any] = {"max_exp_avg_sqs": max_exp_avg_sqs or None, "masters": masters or None}
     hyper: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-    factors = {"grad_scale": grad_scale, "found_inf": found_inf, "clip_factor": clip_factor}
-    scaling: dict[str, Any] = {name: whole(factor) for name, factor in factors.items()}
+    scaling: dict[str, Any] = {
+        "grad_scale": whole(grad_scale),
+        "found_inf": whole(found_inf),
+        "clip_factor": whole(clip_factor),
+    }
     places: dict[str, Any] = {"indices": indices, "starts": starts or None, "present": present or None}
     rounding: dict[str, Any] = {"stochastic_rounding": stochastic_rounding, "seed": seed}
-    check = partial(
-        _check_arguments,
-        params,
-        hyper=hyper,
-        grads=grads,
-        exp_avgs=exp_avgs,
-        exp_avg_sqs=exp_avg_sqs,
-        steps=steps,
-        seed=seed,
-        names=names,
-        **more_state,
-        **places,
-    )
+
+    def check() -> None:
+        states = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, **more_state}
+        _check_arguments(params, grads=grads, steps=steps, hyper=hyper, seed=seed, names=names, **states, **places)
+
     if not planned:
         check()
         plan = _plan_for(params, plan, impl)
