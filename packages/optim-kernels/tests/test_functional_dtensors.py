@@ -109,3 +109,20 @@ def _factors(rank: int, world_size: int) -> None:
 def test_factors_may_be_dtensors() -> None:
     """As the norm of DTensors is one, of which the optimizers take a factor, too."""
     run_ranks(_factors, 2, backend="gloo")
+
+
+def _numbers(rank: int, world_size: int) -> None:
+    for impl in IMPLS:
+        found = []
+        for each in (torch.tensor(0.25), spread(torch.tensor(0.25))):
+            of_adamw, of_muon = lists(OF_ADAMW), lists((*OF_MUON, "second_moments"))
+            of_muon["second_moments"] = [torch.full((1, 6), 0.5) for _ in range(2)]
+            adamw_(**of_adamw, steps=torch.zeros(()), impl=impl, **{**ADAMW, "lr": each, "weight_decay": each})
+            muon_(**of_muon, lr=each, weight_decay=each, momentum=each, beta2=each, impl=impl)
+            found.append([*of_adamw.values(), *of_muon.values()])
+        torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_hyperparameters_may_be_dtensors() -> None:
+    """Plain torch's Muon found that it cannot compute with them when momentum had moved."""
+    run_ranks(_numbers, 1, backend="gloo")

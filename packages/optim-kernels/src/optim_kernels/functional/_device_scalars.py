@@ -7,6 +7,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from optim_kernels._dtensors import whole
 from optim_kernels.reference.adamw import Scalar
 
 
@@ -23,11 +24,12 @@ def readable(value: Scalar, device: torch.device) -> Scalar:
 def brought_to(device: torch.device, value: Scalar) -> Scalar:
     """A hyperparameter as torch computes with it beside tensors on ``device``: a float, or 0-d, of 32 bits at least.
 
-    Tensors of the host go with those of any device.
+    Tensors of the host go with those of any device; DTensors do not go with other tensors, and come in full.
     """
     if not isinstance(value, Tensor):
         return value
-    return value.to(device if on_device(value) else value.device, torch.promote_types(value.dtype, torch.float32))
+    number: Tensor = whole(value)
+    return number.to(device if on_device(number) else number.device, torch.promote_types(number.dtype, torch.float32))
 
 
 def as_scalar(value: Tensor | None, neutral: Tensor) -> Tensor:
