@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiling_apart import lines_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_tensors import DEVICE
@@ -537,6 +538,19 @@ def test_a_compiled_caller_has_plain_torch_traced() -> None:
     step(theirs)
     for key, tensors in ours.lists.items():
         assert all(map(torch.equal, tensors, theirs.lists[key])), key
+
+
+PREPARED = """
+import json
+from optim_kernels.functional import AdamWPlan, MuonMomenta, MuonUpdates
+for made in (AdamWPlan(), MuonMomenta(), MuonUpdates()):
+    print(json.dumps(type(vars(type(made))["step"]).__name__))
+"""
+
+
+def test_what_is_made_is_ready_for_a_compiled_caller() -> None:
+    """The compiler cannot look up a method that is not compiled for the first time."""
+    assert lines_of(PREPARED, count=3) == ["function"] * 3
 
 
 def test_tensors_that_are_hyperparameters_of_all_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
