@@ -135,6 +135,22 @@ def test_meshes_may_differ(capsys):
     )
 
 
+@pytest.mark.parametrize("mesh", [[], ["--mesh", "4,2"], ["--mesh", "8"]], ids=["none", "4,2", "8"])
+def test_layouts_of_the_notebook_bring_their_meshes(capsys, mesh):
+    src = "[0,-]" if "8" in mesh else "D_[4,2]_|_{(0,1),-}(1,-)"
+    text = run(capsys, "plan", "--shape", "8,8", *mesh, "--src", src, "--dst", "D_[2,4]_|_{0,1}(4,2)")
+    assert f"on [{'8' if '8' in mesh else '4,2'}]\n  to    [0~4, 1~2] on [2,4]\n" in text
+
+
+def test_a_target_on_the_mesh_of_the_source_shows_its_names(capsys):
+    task = ["--shape", "8,8", "--mesh", "x=4,y=2", "--src", "[x,y]"]
+    assert "[y~4, x~2] on [x=4,y=2]" in run(capsys, "plan", *task, "--dst", "D_[4,2]_|_{1,0}(4,2)")
+    assert main(["plan", *task, "--dst", "D_[4,2]_|_{1,0}(4,2)", "--dst-mesh", "2,4"]) == 2
+    assert "on a mesh of sizes [4, 2], the mesh given has [2, 4]" in capsys.readouterr().err
+    assert main(["plan", *task[:-1], "D_[2,4]_|_{0,1}(4,2)", "--dst", "[x,y]"]) == 2
+    assert "on a mesh of sizes [2, 4], the mesh given has [4, 2]" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -405,13 +421,33 @@ def test_text_and_pictures_where_the_encoding_lacks_signs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "size, text", [(0, "0 B"), (999, "999 B"), (1000, "0.977 KiB"), (3 * 2**30, "3 GiB"), (2**50, "1.02e+03 TiB")]
+    "size, text",
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.977 KiB"),
+        (999.4 * 2**10, "999 KiB"),
+        (999.5 * 2**10, "0.976 MiB"),
+        (3 * 2**30, "3 GiB"),
+        (2**50, "1.02e+03 TiB"),
+    ],
 )
 def test_bytes_in_words(size, text):
     assert format_bytes(size) == text
 
 
-@pytest.mark.parametrize("seconds, text", [(0, "0 µs"), (1.5e-5, "15 µs"), (0.0123, "12.3 ms"), (2.0, "2 s")])
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (0, "0 µs"),
+        (1.5e-5, "15 µs"),
+        (9.996e-4, "1 ms"),
+        (0.0123, "12.3 ms"),
+        (0.9996, "1 s"),
+        (2.0, "2 s"),
+        (1234.5, "1234 s"),
+    ],
+)
 def test_seconds_in_words(seconds, text):
     assert format_seconds(seconds) == text
 

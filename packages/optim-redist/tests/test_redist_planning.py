@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
@@ -443,6 +444,19 @@ def test_memory_limits_of_other_types_are_whole_bytes_in_the_plan(limit: Any) ->
     assert type(made.memory_limit) is int
     assert made.hash == plan(*task, memory_limit=1000).hash
     assert plan(*task, memory_limit=float("inf")) == plan(*task)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", [int, Fraction, np.int64, np.float32], ids=lambda number: number.__name__)
+def test_rates_of_other_types_are_floats_in_the_plan(number: Any) -> None:
+    def made(of: Callable[[float], Any]) -> Plan:
+        nodes = Topology.nodes(2, bandwidth=of(2.0**35), rank_bandwidth=of(2.0**38), latency=of(1.0))
+        curves = {"all_to_all": ((of(1024.0), of(2.0)), (of(4096.0), of(4.0)))}
+        model = CommModel("of numbers", nodes, curves, of(2.0**40), of(1.0))
+        clear_cache()
+        return plan((8, 8), "bf16", Layout(Mesh(4), [0, None]), Layout(Mesh(4), [None, 0]), cost_model=model)
+
+    assert made(number) == made(float)
+    assert made(number).hash == made(float).hash
 
 
 @pytest.mark.parametrize("size", [0, -2, 1.5, "2", None], ids=repr)

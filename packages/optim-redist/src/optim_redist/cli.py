@@ -202,12 +202,18 @@ def _topology(text: str | None, mesh: Mesh) -> Topology | None:
 def _layouts(options: argparse.Namespace) -> tuple[Layout, Layout]:
     """Source and target; a target without a mesh of its own takes the source's."""
     num_dims = len(options.shape)
-    src_mesh = options.mesh
-    if src_mesh is None and options.src.strip().startswith("D_"):
-        src_mesh = parse_layout(options.src).mesh
-    dst_mesh = options.dst_mesh or src_mesh
+    src_mesh = options.mesh or _mesh_of(options.src)
+    dst_mesh = _mesh_of(options.dst)
+    if dst_mesh is None or dst_mesh == src_mesh:
+        # the source's may have names
+        dst_mesh = src_mesh
     src = parse_layout(options.src, src_mesh, num_dims=num_dims)
-    return src, parse_layout(options.dst, dst_mesh, num_dims=num_dims)
+    return src, parse_layout(options.dst, options.dst_mesh or dst_mesh, num_dims=num_dims)
+
+
+def _mesh_of(text: str) -> Mesh | None:
+    """The mesh that a layout in the notebook's notation brings; None for the other notations, which bring none."""
+    return parse_layout(text).mesh if text.strip().startswith("D_") else None
 
 
 def _made_plan(options: argparse.Namespace) -> Any:

@@ -37,12 +37,17 @@ _LATENCY, _NODE_LATENCY = 20e-6, 30e-6  # seconds
 _NCCL_CALL = 60e-6  # seconds
 
 
-def _check_rates(what: str, bandwidth: Any, seconds: Any) -> None:
-    """Raise for rates that would fail in a division in the middle of planning."""
+def _as_rates(what: str, bandwidth: Any, seconds: Any) -> tuple[float, float]:
+    """Both as floats, so that equal numbers of any type are written alike, in JSON and in the ids of models.
+
+    Raises:
+        RedistError: for rates that would fail in a division in the middle of planning.
+    """
     if not isinstance(bandwidth, Real) or not float(bandwidth) > 0:
         raise RedistError(f"{what} has a bandwidth above 0 bytes per second, got {bandwidth!r}")
     if not isinstance(seconds, Real) or not float(seconds) >= 0:
         raise RedistError(f"{what} has a latency of 0 seconds or more, got {seconds!r}")
+    return float(bandwidth), float(seconds)
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,8 @@ class Level:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise RedistError(f"a level of a topology has a name, got {self.name!r}")
-        _check_rates(f"level {self.name!r}", self.bandwidth, self.latency)
+        bandwidth, latency = _as_rates(f"level {self.name!r}", self.bandwidth, self.latency)
+        vars(self).update(bandwidth=bandwidth, latency=latency)
         if self.size is not None and (not isinstance(self.size, int) or self.size < 1):
             raise RedistError(f"level {self.name!r} has groups of a whole number of ranks, got {self.size!r}")
         counts = Counter(chain.from_iterable(self.members))
@@ -101,7 +107,8 @@ class Topology:
     levels: tuple[Level, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_rates("a topology", self.rank_bandwidth, self.latency)
+        bandwidth, latency = _as_rates("a topology", self.rank_bandwidth, self.latency)
+        vars(self).update(rank_bandwidth=bandwidth, latency=latency)
         names = [level.name for level in self.levels]
         if len(set(names)) < len(names):
             raise RedistError(f"levels of a topology have names of their own, got {names}")
@@ -245,13 +252,15 @@ class CommModel:
     has_library: bool = False
 
     def __post_init__(self) -> None:
-        _check_rates("a cost model", self.pack_bandwidth, self.call_seconds)
+        bandwidth, seconds = _as_rates("a cost model", self.pack_bandwidth, self.call_seconds)
         if not isinstance(self.has_library, bool):
             raise RedistError(f"has_library is True or False, got {self.has_library!r}")
         for op, curve in self.curves.items():
             positive = all(num_bytes > 0 and seconds > 0 for num_bytes, seconds in curve)
             if not positive or any(a[0] > b[0] for a, b in pairwise(curve)):
                 raise RedistError(f"the curve of {op} is (bytes, seconds) above 0, bytes ascending, got {curve}")
+        curves = {op: tuple([(float(b), float(s)) for b, s in curve]) for op, curve in self.curves.items()}
+        vars(self).update(pack_bandwidth=bandwidth, call_seconds=seconds, curves=curves)
 
     def __hash__(self) -> int:
         return hash(self.id)
@@ -328,11 +337,10 @@ class CommModel:
         check_object(data, "a cost model")
         if data.get("format") != _FORMAT:
             raise RedistError(f"expected a cost model of format {_FORMAT}, got {data.get('format')}")
-        curves = {op: tuple((b, s) for b, s in curve) for op, curve in data["curves"].items()}
         topology = Topology.from_json(data["topology"])
         # older files know no libraries
         has_library = data.get("has_library", False)
-        return cls(data["name"], topology, curves, data["pack_bandwidth"], data["call_seconds"], has_library)
+        return cls(data["name"], topology, data["curves"], data["pack_bandwidth"], data["call_seconds"], has_library)
 
     def save(self, path: str | Path) -> None:
         """Write the model as JSON, without the details of the measurement that ``calibrate`` adds to its file."""

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 from optim_redist.errors import RedistError
 
+_FOUR_DIGITS = 999.5  # from here on a number rounds to 1000, which three digits write as 1e+03
+
 
 def format_bytes(size: float) -> str:
     """``size`` bytes with three digits and a binary unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1000:
+        if abs(size) < _FOUR_DIGITS:
             return f"{size:.3g} {unit}" if unit != "B" else f"{size:.0f} B"
         size /= 1024
     return f"{size:.3g} TiB"
@@ -29,11 +31,11 @@ def parse_bytes(text: str) -> int:
 
 
 def format_seconds(seconds: float) -> str:
-    """A time with three digits, from microseconds to seconds."""
+    """A time with three digits, from microseconds to seconds; whole seconds from 1000 on."""
     for unit, scale in (("µs", 1e6), ("ms", 1e3)):
-        if seconds * scale < 1000:
+        if seconds * scale < _FOUR_DIGITS:
             return f"{seconds * scale:.3g} {unit}"
-    return f"{seconds:.3g} s"
+    return f"{seconds:.3g} s" if seconds < _FOUR_DIGITS else f"{seconds:.0f} s"
 
 
 def align(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
