@@ -275,6 +275,46 @@ def test_containers_that_a_format_drops_because_they_are_empty_are_not_missing()
     assert numbers.a == [1, 2]
 
 
+class Clamped:
+    """An attribute that is checked when it is set, and kept under its own name."""
+
+    def __set_name__(self, owner, name):
+        self.name = name
+
+    def __get__(self, instance, owner=None):
+        return vars(instance)[self.name]
+
+    def __set__(self, instance, value):
+        assert value > 0
+        vars(instance)[self.name] = min(value, 1.0)
+
+
+class WithDescriptors(OptimizerModule):
+    rate = Clamped()
+
+    def __init__(self, rate, momentum):
+        self.rate = rate
+        self.buffer = torch.full((2,), momentum)
+        vars(self)["momentum"] = momentum
+
+    @property
+    def momentum(self):
+        return vars(self)["momentum"]
+
+
+class WithDescriptorsAndOwnLoad(WithDescriptors):
+    def load_state_dict(self, state_dict, store_non_tensors=True, **options):
+        return super().load_state_dict(state_dict, store_non_tensors, **options)
+
+
+@pytest.mark.parametrize("kind", [WithDescriptors, WithDescriptorsAndOwnLoad])
+def test_attributes_with_the_name_of_a_property_or_descriptor_are_restored(kind):
+    live = Bag(a=kind(0.5, 0.25))
+    assert live.load_state_dict({"a": {"rate": -3.0, "buffer": torch.ones(2), "momentum": 1.0}}, strict=True).ok
+    assert (live.a.rate, live.a.momentum) == (-3.0, 1.0)
+    assert live.a.buffer.tolist() == [1, 1]
+
+
 def test_numbers_stay_if_non_tensors_are_not_loaded():
     bag = Bag(a=1, b=[1, torch.zeros(1)], c={"k": 1})
     assert bag.load_state_dict(

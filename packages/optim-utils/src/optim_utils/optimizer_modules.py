@@ -75,7 +75,7 @@ class OptimizerModule(Stateful):
         Tensors are filled in place: they keep identity, memory, dtype, device and sharding. A sequence is replaced by a
         new one of its type, a plain value by a deep copy of the loaded one, which has to be of exactly its type; an int
         or a float also takes a 0-dim tensor that holds it exactly. Containers that hold only plain values take over the
-        loaded contents and length.
+        loaded contents, of whatever types, and length.
 
         Args:
             state_dict: a dict made by `state_dict`; positions may have become strings, and dicts of positions sequences

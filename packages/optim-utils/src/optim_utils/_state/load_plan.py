@@ -32,6 +32,7 @@ from optim_utils._state.walk import (
     is_plain,
     rebuild,
     refuse_cycles,
+    set_attribute,
 )
 from optim_utils.low_bit import LowBitTensor, from_plain
 
@@ -324,8 +325,7 @@ class LoadPlan:
         return tensor if tensor is None or self.device is None or not tensor.ndim else tensor.to(self.device)
 
     def _write_attribute(self, live: Stateful, name: str, value: Any) -> None:
-        # not `setattr`: to restore the object must not call properties or the `__setattr__` of its class
-        self.writes.append(lambda: object.__setattr__(live, name, value))
+        self.writes.append(lambda: set_attribute(live, name, value))
 
     def _write_item(self, live: dict[Any, Any], key: Any, value: Any) -> None:
         self.writes.append(lambda: live.__setitem__(key, value))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from optim_utils._state.load_report import LoadReport, StateLoadError
 from optim_utils._state.paths import Path, encode_path
-from optim_utils._state.walk import SEQUENCES, Stateful, is_never_stored, rebuild
+from optim_utils._state.walk import SEQUENCES, Stateful, is_never_stored, rebuild, set_attribute
 
 # while an object loads itself as a part of an outer load: the list for its reports, which the outer load judges
 _REPORTS: ContextVar[list[LoadReport] | None] = ContextVar("reports", default=None)
@@ -84,7 +84,7 @@ def _copied(value: Any) -> Any:
     if isinstance(value, Stateful):
         twin = copy.copy(value)
         for name, child in value.state_attributes():
-            object.__setattr__(twin, name, _copied(child))
+            set_attribute(twin, name, _copied(child))
         return twin
     if isinstance(value, Mapping):
         # a dict keeps its type, and a defaultdict its factory

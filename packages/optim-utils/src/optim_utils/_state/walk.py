@@ -63,6 +63,18 @@ class Stateful:
         return None
 
 
+def set_attribute(owner: Stateful, name: str, value: object) -> None:
+    """Put ``value`` where `Stateful.state_attributes` finds the attribute, past properties and ``__setattr__``.
+
+    They are the class's ways to change an object; restoring one must not change a value again, or refuse it.
+    """
+    if name in vars(owner):
+        # an attribute of the object may have the name of a property of its class, which `object` would call
+        vars(owner)[name] = value
+    else:
+        object.__setattr__(owner, name, value)
+
+
 def _slots(cls: type) -> tuple[str, ...]:
     """The attribute names of all ``__slots__`` of a class, private ones in the form that Python gives them."""
     names = []
