@@ -39,6 +39,13 @@ def test_namespaces_and_skipped_blocks(tmp_path):
         run_readme(document, shared=False)
 
 
+def test_annotations_are_evaluated_as_in_the_readers_program(tmp_path):
+    document = tmp_path / "doc.md"
+    document.write_text("```python\ndef f(x: NotImported): ...\nf.__annotations__\n```\n")
+    with pytest.raises(NameError, match="NotImported"):
+        run_readme(document)
+
+
 def test_a_document_without_examples_is_an_error(tmp_path):
     document = tmp_path / "doc.md"
     document.write_text("nothing\n")

@@ -52,7 +52,8 @@ def run_readme(path: str | os.PathLike[str], *, shared: bool = True) -> int:
             if not shared:
                 namespace.clear()
                 namespace["__name__"] = _NAME
-            exec(compile("\n" * lines_before + code, str(document), "exec"), namespace)
+            # without the future statement of this module, which the reader's program does not have
+            exec(compile("\n" * lines_before + code, str(document), "exec", dont_inherit=True), namespace)
             count += 1
     if count == 0:
         raise ValueError(f"{document} has no python block to run")
