@@ -71,7 +71,7 @@ def given_names(names):
 def rest_of_0_12_6(model, optimizer):
     trained = optimizer.trained_ids()
     names = {name for name, p in model.named_parameters() if id(p) in trained}
-    return {name: value for name, value in model.state_dict().items() if name not in names}, set(), set()
+    return {name: value for name, value in model.state_dict().items() if name not in names}, set(), set(), {}
 
 
 def check_same(found, expected):
@@ -302,3 +302,36 @@ def test_what_is_frozen_on_one_side_alone_is_refused_behind_wrappers_too(tmp_pat
             with pytest.raises(checkpoint.CheckpointError, match="weight"):
                 checkpoint.load(path, other, TritonDistAdamW(other.named_parameters()))
             assert all(torch.equal(left, right) for left, right in zip(values(other), before, strict=True))
+
+
+class InTenths(nn.Linear):
+    """Keeps a buffer in tenths since version 2 of its state's form, and converts those of version 1."""
+
+    _version = 2
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *arguments):
+        if local_metadata.get("version", 1) < 2:
+            state_dict[f"{prefix}seen"] = state_dict[f"{prefix}seen"] * 10
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
+
+
+@pytest.mark.parametrize("loaded", WRAPPERS)
+@pytest.mark.parametrize("saved", WRAPPERS)
+def test_modules_are_told_in_which_form_their_state_was_saved(tmp_path, saved, loaded):
+    def build_within(form, seen):
+        around_blocks, around_model = WRAPPERS[form]
+        inner = InTenths()
+        inner.seen.fill_(seen)
+        model = within(around_model, nn.Sequential(within(around_blocks, inner)))
+        return inner, model, TritonDistAdamW(model.named_parameters())
+
+    for version, expected in ((1, 30.0), (2, 3.0)):
+        with mock.patch.object(InTenths, "_version", version):
+            checkpoint.save(tmp_path / f"{version}", *build_within(saved, seen=3.0)[1:])
+        inner, *run = build_within(loaded, seen=0.0)
+        checkpoint.load(tmp_path / f"{version}", *run)
+        assert inner.seen.tolist() == [expected] * 2

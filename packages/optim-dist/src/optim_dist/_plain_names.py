@@ -21,6 +21,11 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     return {name: plain if counts[plain] == 1 else name for name, plain in found.items()}
 
 
+def plain_path(path: str) -> str:
+    """The path of a module in the model without wrappers, which have the paths of what is inside them."""
+    return ".".join(module for module in path.split(".") if module not in _WRAPPED)
+
+
 def _unwrapped(name: str) -> str:
     *modules, last = name.split(".")
     return ".".join([*(module for module in modules if module not in _WRAPPED), last])

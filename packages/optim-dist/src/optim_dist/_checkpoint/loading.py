@@ -84,7 +84,8 @@ def load(folder: Path, model: nn.Module | None, opt: DistOptimizer, *, verify: b
     with opt.begun_together("checkpoint.load()"), torch.no_grad():
         load_groups(opt, contents.common["groups"])
         _exchange(contents, surveyed.readers, opt)
-        load_rest(model, contents.rest, contents.saved_rest, contents.names)
+        # checkpoints up to version 0.12.14 have no forms
+        load_rest(model, contents.rest, contents.saved_rest, contents.names, contents.common.get("forms", {}))
         communicator.barrier()  # no rank goes on before all have loaded
     return contents.common["extra"]
 
@@ -115,7 +116,7 @@ def _read_all(
     """Read this rank's files, and add to ``problems`` what does not fit; None if there is no manifest. Collective."""
     communicator, manifest, found = opt.communicator, surveyed.manifest, problems.found
     sent = surveyed.common_file(folder, communicator)
-    (rest, aliases, elsewhere), specs = rest_of_model(model, opt), named_specs(opt, model)
+    (rest, aliases, elsewhere, _), specs = rest_of_model(model, opt), named_specs(opt, model)
     if manifest is None:
         return None
     names = plain_names([*(spec.name for spec in specs), *rest])

@@ -15,7 +15,7 @@ from optim_dist._checkpoint.manifest import Manifest
 from optim_dist._optimizers.layouts import layout_of, local
 from optim_dist._optimizers.live import LiveOptimizer, live_optimizers
 from optim_dist._optimizers.whole_state import cut_like, on_one_rank
-from optim_dist._plain_names import plain_names
+from optim_dist._plain_names import plain_names, plain_path
 from optim_dist.plan import ParameterSpec, dtype_name
 from optim_kernels.multi_tensor import has_overlaps
 
@@ -32,11 +32,20 @@ class Rest(NamedTuple):
             weight and bias, views of its parameter.
         elsewhere: parameters that an optimizer of other ranks trains (experts beside layers of all ranks, say). They
             are in its checkpoint alone: each of this optimizer's ranks may have others.
+        forms: for each module, keyed by its path, the version of the form that its state has. Without it a module that
+            has changed this form since its first version would convert the state again when it is loaded.
     """
 
     values: dict[str, Any]
     aliases: set[str]
     elsewhere: set[str]
+    forms: dict[str, Any]
+
+
+class _State(dict[str, Any]):
+    """What ``load_state_dict`` takes: names and values, and ``Rest.forms`` in torch's attribute for them."""
+
+    _metadata: dict[str, Any]
 
 
 @torch.no_grad()
@@ -47,7 +56,7 @@ def rest_of_model(model: nn.Module | None, optimizer: LiveOptimizer) -> Rest:
     ``state_dict()`` puts the cut ones back.
     """
     if model is None:
-        return Rest({}, set(), set())
+        return Rest({}, set(), set(), {})
     # a model's own state_dict() need not take keep_vars, without which only names tell what is trained
     is_torchs = getattr(model.state_dict, "__func__", None) is nn.Module.state_dict
     state = model.state_dict(keep_vars=True) if is_torchs else model.state_dict()
@@ -60,7 +69,7 @@ def rest_of_model(model: nn.Module | None, optimizer: LiveOptimizer) -> Rest:
     elsewhere = {name for name in state if ids[name] in of_others}
     rest = {name: value for name, value in state.items() if name not in owned | elsewhere}
     values = {name: value.detach() if isinstance(value, Tensor) else value for name, value in rest.items()}
-    return Rest(values, owned - parameters.keys(), elsewhere)
+    return Rest(values, owned - parameters.keys(), elsewhere, dict(getattr(state, "_metadata", {})))
 
 
 def _trained_on_other_ranks(optimizer: LiveOptimizer) -> set[int]:
@@ -116,13 +125,25 @@ def whole_rest(rest: Mapping[str, Any], optimizer: LiveOptimizer) -> dict[str, A
 
 
 def load_rest(
-    model: nn.Module | None, mine: Mapping[str, Any], saved: Mapping[str, Any], names: Mapping[str, str]
+    model: nn.Module | None,
+    mine: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    names: Mapping[str, str],
+    forms: Mapping[str, Any],
 ) -> None:
-    """Load the saved rest of the model; ``names`` are those in ``saved``, keyed by those in ``mine``, the model's."""
+    """Load the saved rest of the model.
+
+    Args:
+        names: those in ``saved``, keyed by those in ``mine``, the model's.
+        forms: the saved ``Rest.forms``, keyed by ``plain_path``.
+    """
     if model is not None:
         found = {name: saved[names[name]] for name in mine}
         cut = {name: cut_like(found[name], value) for name, value in mine.items() if isinstance(value, DTensor)}
-        model.load_state_dict({**found, **cut}, strict=False)
+        state = _State({**found, **cut})
+        paths = {path: plain_path(path) for path, _ in model.named_modules(remove_duplicate=False)}
+        state._metadata = {path: forms[plain] for path, plain in paths.items() if plain in forms}
+        model.load_state_dict(state, strict=False)
 
 
 @dataclass(frozen=True)

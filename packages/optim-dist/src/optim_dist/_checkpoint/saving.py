@@ -32,7 +32,7 @@ from optim_dist._checkpoint.staging import Staging, on_host
 from optim_dist._checkpoint.writing import LATEST, Destination, Snapshot, write
 from optim_dist._optimizers.agreement import check_options
 from optim_dist._optimizers.base import DistOptimizer
-from optim_dist._plain_names import plain_names
+from optim_dist._plain_names import plain_names, plain_path
 from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import ParameterSpec
 
@@ -64,7 +64,7 @@ def save(
     destination = _agreed(Destination(folder, "", old, copies, may_be_fewer), opt, options, faults)
     opt.wait()
     with raised_together(communicator, destination.failed):
-        (rest, _, elsewhere), specs = rest_of_model(model, opt), named_specs(opt, model)
+        (rest, _, elsewhere, forms), specs = rest_of_model(model, opt), named_specs(opt, model)
         names = plain_names([*(spec.name for spec in specs), *rest])
         specs = [replace(spec, name=names[spec.name]) for spec in specs]
         rest = {names[name]: value for name, value in rest.items()}
@@ -78,6 +78,8 @@ def save(
         if is_first:
             common |= {"groups": group_options(opt), "members": group_members(specs), "extra": extra}
             common["elsewhere"] = sorted(plain_names(elsewhere).values())
+            # a wrapper comes before the module inside it, whose form is the one to keep
+            common["forms"] = {plain_path(path): form for path, form in forms.items()}
             if async_:
                 common = staging.copy_common(common)
         staging.finish()
