@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from optim_kernels import TritonAdamW, TritonMuon, TritonMuonAdamW, multi_tensor, reference
+from optim_kernels import TritonAdamW, TritonMuon, TritonMuonAdamW, adamw, multi_tensor, reference
 from optim_utils.testing import run_ranks
 
 
@@ -151,6 +151,80 @@ def test_each_of_several_steady_steps_reads_what_is_there(dtype: torch.dtype, ma
     assert ours._prepared.kernels is not None
     assert ours._prepared.kernels.plan.num_launches == len({torch.float32, dtype})
     assert all(map(torch.equal, params, others))
+
+
+@pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}, {"master_weights": "fp32"}], ids=str)
+def test_only_a_step_unlike_the_one_before_takes_the_long_way(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long_ways: list[int] = []
+    prepared_for = adamw.prepared_for
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        long_ways.append(1)
+        return prepared_for(*args, **kwargs)
+
+    monkeypatch.setattr(adamw, "prepared_for", count)
+    params = [torch.nn.Parameter(p.detach().bfloat16()) for p in make_params()]
+    renew_gradients(params)
+    optimizer = TritonAdamW(params, impl="triton", **options)
+    group = optimizer.param_groups[0]
+    for edit in (
+        lambda: None,
+        lambda: renew_gradients(params),
+        lambda: group.update(lr=0.01),
+        lambda: group.update(betas=[0.8, 0.9]),
+        lambda: group["betas"].reverse(),
+        lambda: group.update(lr=torch.tensor(0.02)),
+        lambda: group["lr"].mul_(2),
+        lambda: optimizer.state[params[0]],
+    ):
+        edit()
+        versions = [p._version for p in params]
+        optimizer.step()
+        assert all(p._version > version for p, version in zip(params, versions)), "autograd knows of each step"
+    assert long_ways == [1]
+    params[0].grad = None
+    optimizer.step()
+    optimizer.step()
+    assert long_ways == [1, 1]
+    # what a loss scaler says of the gradients
+    optimizer.found_inf = torch.zeros((), device=DEVICE)
+    optimizer.step()
+    assert long_ways == [1, 1, 1]
+
+
+def test_steps_read_gradients_of_a_foreign_layout_as_they_are_then() -> None:
+    p, q = (torch.nn.Parameter(torch.ones(4, 6, device=DEVICE)) for _ in range(2))
+    p.grad = torch.randn(6, 4, device=DEVICE).t()
+    ours, expected = TritonAdamW([p], impl="triton"), TritonAdamW([q], impl="triton")
+    for _ in range(4):
+        p.grad.normal_()
+        q.grad = p.grad.contiguous()
+        ours.step()
+        expected.step()
+        assert torch.equal(p, q)
+
+
+def test_kernels_that_were_made_ready_for_another_step_are_made_ready_again() -> None:
+    """As a step does that fails before it launches."""
+    params = make_params()
+    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    ours, expected = TritonAdamW(params, lr=0.1, impl="triton"), TritonAdamW(others, lr=0.1, impl="triton")
+    for turn in range(4):
+        for p, q in zip(params, others):
+            q.grad = p.grad
+        if turn > 1:
+            assert ours._prepared is not None
+            kernels, (group,) = ours._prepared.kernels, ours.param_groups
+            assert kernels is not None
+            none = {"grad_scale": None, "found_inf": None, "clip_factor": None}
+            kernels.get_ready(
+                [{**group, "lr": 0.5}], kernels.look_at([p.grad for p in params if p.grad is not None]), **none
+            )
+        ours.step()
+        expected.step()
+        assert all(map(torch.equal, params, others)), turn
 
 
 def test_a_gradient_that_was_resized_is_refused() -> None:

@@ -12,6 +12,7 @@ addresses come from it. So kernels name numbers of tiles and lengths of products
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -290,6 +291,12 @@ class Launch:
             self._first(tensors[0].device, (*tensors, *numbers))
         else:
             self.again((*map(torch.Tensor.data_ptr, tensors), *numbers))
+
+    def bound(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float] = ()) -> Callable[[], None]:
+        """This launch with these arguments, which the caller keeps alive for as long as it is repeated."""
+        if self._run is None:
+            return partial(self, tensors, numbers)
+        return partial(self.again, (*map(torch.Tensor.data_ptr, tensors), *numbers))
 
     def _first(self, device: torch.device, arguments: Sequence[Any]) -> None:
         if INTERPRETED.value:

@@ -35,6 +35,7 @@ from optim_kernels._optimizers.adamw_state import (
     why_unfit_state,
     zero_state,
 )
+from optim_kernels._optimizers.adamw_steady import SteadyStep
 from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
 from optim_kernels._optimizers.adamw_torch import check_step, step_with_torch
 from optim_kernels._optimizers.explaining import launches_line, log_fallback, text_table
@@ -53,8 +54,8 @@ from optim_kernels._optimizers.stepping import (
     check_capture,
     checked_factor,
     hooked_step,
+    is_capturing_here,
     run_closure,
-    without_gradients,
 )
 from optim_kernels._optimizers.storage import MasterWeights, check_dtype, drop_other_masters, missing_master
 from optim_kernels._options import check_scalars
@@ -209,6 +210,7 @@ class TritonAdamW(PrivateState, TorchAdamW):
         impls = {group["impl"] for group in self.__dict__.get("param_groups", [])}
         self._norms = GradientNorms(impls.pop() if len(impls) == 1 else "auto")
         self._prepared: PreparedStep | None = None
+        self._steady: SteadyStep | None = None
         self._logged_fallback = False
         self.grad_norm: Tensor | None = None
 
@@ -219,16 +221,30 @@ class TritonAdamW(PrivateState, TorchAdamW):
         Args:
             clip_factor: 0-d tensor that multiplies all gradients as they are read; not allowed beside ``max_norm``.
         """
+        if closure is None and clip_factor is None and self._repeat():
+            return None
         check_capture(self)
         clip_factor = checked_factor(clip_factor)
         loss = run_closure(closure)
-        params = list(chain.from_iterable(map(_group_params, self.param_groups)))
-        self._update(params, gradients_of(params), clip_factor)
+        self._update(clip_factor)
         return loss
 
-    # With gradients enabled each `to_local` of a DTensor makes a new view. Differentiable steps enable them again.
-    @without_gradients
-    def _update(self, params: list[Tensor], grads: list[Tensor | None], clip_factor: Tensor | None) -> None:
+    def _repeat(self) -> bool:
+        """Take the step as the one before, if it is like that; else nothing is done."""
+        steady, (grad_scale, found_inf) = self._steady, self._loss_scaling()
+        if steady is None or grad_scale is not None or found_inf is not None or is_capturing_here():
+            return False
+        if not steady.take(self.param_groups, self._state_to_check()):
+            return False
+        if steady.norm is not None:
+            self.grad_norm = steady.norm
+        return True
+
+    def _update(self, clip_factor: Tensor | None) -> None:
+        self._steady = None
+        params = list(chain.from_iterable(map(_group_params, self.param_groups)))
+        # With gradients enabled each `to_local` of a DTensor makes a new view. Differentiable steps enable them again.
+        grads = gradients_of(params)
         prepare = partial(self._prepare, params, grads)
         prepared, seen = prepared_for(
             self.param_groups, params, grads, self._state_to_check(), known=self._prepared, prepare=prepare
@@ -277,6 +293,13 @@ class TritonAdamW(PrivateState, TorchAdamW):
             )
         if prepared.followed:
             self._writes.note_step(prepared.followed)
+        kernels, is_scaled = prepared.kernels, grad_scale is not None or found_inf is not None
+        if kernels is None or kernels.has_dtensors or prepared.with_torch or is_scaled or is_capturing_here():
+            return
+        if max_norm is not None or clip_factor is None:
+            self._steady = SteadyStep(
+                self.param_groups, prepared, seen, norms=self._norms, writes=self._writes, factor=clip_factor
+            )
 
     @out_of_inference_mode
     def _prepare(self, params: list[Tensor], grads: list[Tensor | None]) -> PreparedStep:

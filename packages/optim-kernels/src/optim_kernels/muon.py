@@ -29,7 +29,6 @@ from optim_kernels._optimizers.stepping import (
     checked_factor,
     hooked_step,
     run_closure,
-    without_gradients,
 )
 from optim_kernels._optimizers.storage import MasterWeights
 from optim_kernels.functional._muon_workspace import workspace_for
@@ -170,7 +169,6 @@ class TritonMuon(MuonOptimizer):
             raise
 
     @hooked_step
-    @without_gradients
     def step(self, closure: Callable[[], Any] | None = None, *, clip_factor: Tensor | None = None) -> Any:
         """Update every parameter with a gradient, and others as ``missing_grad`` says; gradients are only read.
 

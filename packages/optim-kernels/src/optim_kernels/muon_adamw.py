@@ -38,7 +38,6 @@ from optim_kernels._optimizers.stepping import (
     checked_factor,
     hooked_step,
     run_closure,
-    without_gradients,
 )
 from optim_kernels._optimizers.storage import check_dtype, drop_other_masters
 from optim_kernels._options import check_switches
@@ -127,7 +126,6 @@ class TritonMuonAdamW(MuonOptimizer):
                 _check_adamw_group(group, names, loaded=True)
 
     @hooked_step
-    @without_gradients
     def step(self, closure: Callable[[], Any] | None = None, *, clip_factor: Tensor | None = None) -> Any:
         """Update every parameter with a gradient, and Muon's others as ``missing_grad`` says; gradients are only read.
 

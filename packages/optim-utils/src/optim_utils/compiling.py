@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -35,5 +36,32 @@ class _NotCompiled:
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         for name, method in list(vars(self._owner).items()):
             if isinstance(method, _NotCompiled):
-                setattr(self._owner, name, torch.compiler.disable(method._method))
+                setattr(self._owner, name, _disabled(method._method))
         return vars(self._owner)[self._name].__get__(instance, owner)
+
+
+def _disabled(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compiler.disable(method)``, which takes next to no time where no caller is compiled, as mostly.
+
+    Whether any is, in this thread, only torch's private functions say. Where they are gone, this is torch's own.
+    """
+    disabled: Callable[..., Any] = torch.compiler.disable(method)
+    try:
+        from torch._C._dynamo import eval_frame  # noqa: PLC2701
+        from torch._dynamo import decorators  # noqa: PLC2701
+
+        set_eval_frame, skip = eval_frame.set_eval_frame, decorators.skip
+    except (ImportError, AttributeError):
+        return disabled
+
+    @wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        compiler = set_eval_frame(None)
+        if compiler is None:
+            return method(*args, **kwargs)
+        set_eval_frame(compiler)
+        return disabled(*args, **kwargs)
+
+    # so that the compiler leaves this frame as it is, too
+    left_alone: Callable[..., Any] = skip(called)
+    return left_alone

@@ -51,7 +51,7 @@ class AdamWStep:
         self._params = params
         # the plan's tables hold the addresses of the tensors in them
         self.states = KnownStates(states)
-        self._has_dtensors = any(map(is_dtensor, params))
+        self.has_dtensors = any(map(is_dtensor, params))
         self._kinds = KnownKinds()
         self._grad_dtypes = [grad.dtype for grad in grads if grad is not None]
         self._addresses = KnownAddresses(self._here(params))
@@ -84,7 +84,7 @@ class AdamWStep:
         return TensorList(self._here(grads), self._kinds)
 
     def _here(self, tensors: list[Tensor]) -> list[Tensor]:
-        return list(map(local, tensors)) if self._has_dtensors else tensors
+        return list(map(local, tensors)) if self.has_dtensors else tensors
 
     def fits(self, grads: TensorList) -> bool:
         """Whether these gradients are of the dtypes that the plan is for."""
@@ -132,7 +132,10 @@ class AdamWStep:
     def launch(self) -> None:
         """The rest of ``run``: the launches."""
         self.plan.run()
-        # tell autograd, which then refuses to differentiate through the overwritten values
+        self.count_as_written()
+
+    def count_as_written(self) -> None:
+        """Tell autograd of the step: it then refuses to differentiate through the overwritten values."""
         torch.autograd.graph.increment_version(self._params)
 
 

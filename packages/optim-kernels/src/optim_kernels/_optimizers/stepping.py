@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from inspect import unwrap
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,22 +16,20 @@ from optim_kernels._dtensors import whole
 from optim_kernels._options import check_scalar_tensors
 from optim_utils.compiling import not_compiled
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-
 
 def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``step`` with torch's hooks around it and its name in profiles, not traced by ``torch.compile``.
+    """A ``step`` without gradients, with torch's hooks around it and its name in profiles, and not compiled.
 
     torch wraps every optimizer's step for hooks and profiles, and takes 10 µs for the name alone. Its wrapper is used
-    here too, but entered only while a profiler runs or a hook is registered. A step that fails forgets what a
-    ``GradScaler`` has told of its gradients: the scaler does so after a step that succeeds, and would multiply the next
-    scale by what it finds.
+    here too, but entered only while a profiler runs or a hook is registered. So is what ``torch.no_grad()`` calls, in a
+    seventh of its time. A step that fails forgets what a ``GradScaler`` has told of its gradients: the scaler does so
+    after a step that succeeds, and would multiply the next scale by what it finds.
     """
-    with_hooks = Optimizer.profile_hook_step(step)
+    with_hooks = Optimizer.profile_hook_step(torch.no_grad()(step))
 
     @wraps(step)
     def run(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        enabled = torch.is_grad_enabled()
         try:
             if (
                 self._optimizer_step_pre_hooks
@@ -41,30 +39,18 @@ def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
                 or torch.autograd._profiler_enabled()
             ) and not _hooks_ran_outside(self, run):
                 return with_hooks(self, *args, **kwargs)
+            torch._C._set_grad_enabled(False)
             return step(self, *args, **kwargs)
         except BaseException:
             for name in ("grad_scale", "found_inf"):
                 vars(self).pop(name, None)
             raise
+        finally:
+            torch._C._set_grad_enabled(enabled)
 
     # tells torch that the step needs no wrapper
     cast(Any, run).hooked = True
     return not_compiled(run)
-
-
-def without_gradients(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """``torch.no_grad()`` around a function of every step: it calls what that calls, in a seventh of its time."""
-
-    @wraps(function)
-    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            torch._C._set_grad_enabled(before)
-
-    return run
 
 
 def _hooks_ran_outside(optimizer: Optimizer, step: Callable[..., Any]) -> bool:
@@ -88,10 +74,15 @@ def checked_factor(clip_factor: Any) -> Tensor | None:
     return factor
 
 
+def is_capturing_here() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    # nothing is captured before CUDA is initialised, which is cheaper to find out
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def check_capture(optimizer: Optimizer) -> None:
     """Raise ``RuntimeError`` when a step is being captured into a graph and a group is not ``capturable``."""
-    # nothing is captured before CUDA is initialised, which is cheaper to find out
-    if not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():
+    if not is_capturing_here():
         return
     if not all(group["capturable"] for group in optimizer.param_groups):
         raise RuntimeError(

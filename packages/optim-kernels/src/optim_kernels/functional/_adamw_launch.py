@@ -9,7 +9,7 @@ records: arguments of the kernel say where it is.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -237,11 +237,18 @@ class AdamWLaunch:
             self._changing.keep_for_graph()
             keep_for_graphs(chunks.words, self._counters, self._memos, self._one, self._zero)
             keep_for_graphs(*self._scalar_tensors, *self.copies)
+        self._launch(self._tensors(), self._numbers)
+
+    def again(self) -> Callable[[], None]:
+        """The launch of ``run`` outside of captures, as it is until the next ``refresh`` or ``get_ready``."""
+        return self._launch.bound(self._tensors(), self._numbers)
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that the kernel takes, but for a lone tensor's, whose addresses are among its numbers."""
         changing = (self._scalars_view, self._counters, self._memos, *self._factors)
         if self._is_of_one:
-            self._launch(changing, self._numbers)
-        else:
-            self._launch((chunks.words, self._records.words, self._grads_view, *changing), self._numbers)
+            return changing
+        return (self._chunks.words, self._records.words, self._grads_view, *changing)
 
     def _arguments_of_one(self, grad: int) -> tuple[int, ...]:
         """The kernel's arguments for a lone tensor, with its gradient at address ``grad``."""

@@ -7,7 +7,7 @@ says what is in them).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +41,8 @@ class AdamWPlan:
         self._known_grads = KnownKinds()
         # addresses and kinds of the gradients that the launches know
         self._known: tuple[list[int], list[Any]] | None = None
+        # see `run_again`
+        self._again: list[Callable[[], None]] | None = None
         self.num_tensors = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -125,6 +127,7 @@ class AdamWPlan:
         check_apart(params, [tensor.called("params") for tensor in planned])
         check_shared_steps(planned, grads.tensors)
         self._launches, self._known = _launches(list(by_signature.values()), grads.tensors), None
+        self._again = None
         # copies, because the caller may change its lists
         self._tensors = [list(each) for each in tensors]
         self._numbers = [each[:] for each in numbers]
@@ -156,6 +159,7 @@ class AdamWPlan:
 
     def refresh(self, grads: Sequence[Tensor] | TensorList) -> None:
         """Take note of this step's gradients."""
+        self._again = None
         if not isinstance(grads, TensorList):
             grads = TensorList(grads)
         if len(grads.tensors) != self.num_tensors:
@@ -203,6 +207,12 @@ class AdamWPlan:
         """The rest of ``step``: the launches."""
         for launch in self._launches:
             launch.run()
+
+    def run_again(self) -> list[Callable[[], None]]:
+        """The launches of ``run`` outside of captures; another list once anything but ``run`` was called."""
+        if self._again is None:
+            self._again = [launch.again() for launch in self._launches]
+        return self._again
 
 
 def _launches(lists: list[list[PlannedTensor]], grads: Sequence[Tensor]) -> list[AdamWLaunch]:
