@@ -74,6 +74,10 @@ def test_memory_that_looks_so_but_can_be_written():
         assert torch.equal(load_into(live, torch.ones(2)), torch.ones(2))
     one = torch.zeros(3, 1).expand(3, 1)
     assert load_into(one, torch.ones(3, 1)) is one
+    empty = torch.zeros(1, 0).expand(3, 0)
+    assert load_into(empty, torch.ones(3, 0)) is empty
+    no_columns = quantize(torch.zeros(3, 0), INT8.with_(layout="rows"))
+    assert load_into(no_columns, to_plain(no_columns)) is no_columns
     live, _ = sparse(torch.sparse_csr)
     assert torch.equal(load_into(live, 2 * live).to_dense(), 2 * torch.eye(4))
 
