@@ -10,6 +10,7 @@ import torch
 from stateful_bag import Bag, same
 
 from optim_utils import OptimizerModule, StateLoadError, update_param_state_dict_object
+from optim_utils.low_bit import INT8, LowBitTensor, quantize, to_plain
 
 
 def test_a_refused_load_changes_nothing_and_reports_every_problem():
@@ -111,6 +112,36 @@ def test_an_own_load_is_a_part_of_the_check():
     assert outer.inner.v is kept
     assert torch.equal(kept, torch.full((2,), 3.0))
     assert outer.inner.deeper[0].v == 1
+
+
+@pytest.mark.parametrize(
+    "live",
+    [
+        torch.arange(3.0)[:, None].expand(3, 2),
+        torch.inference_mode()(torch.zeros)(3, 2),
+        LowBitTensor(
+            torch.zeros(3, 2, dtype=torch.uint8), torch.zeros(1).expand(2), None, INT8.with_(block_size=4), (3, 2)
+        ),
+    ],
+    ids=["expanded", "inference", "expanded scales"],
+)
+def test_memory_that_an_own_load_cannot_write_is_found_before_anything_is_written(live):
+    values = []
+
+    class Reads(Bag):
+        def load_state_dict(self, state_dict, strict=False):
+            values.append(self.v)
+            return super().load_state_dict(state_dict, strict=strict)
+
+    loaded = torch.ones(3, 2) if not isinstance(live, LowBitTensor) else to_plain(quantize(torch.ones(3, 2), live.fmt))
+    bag = Bag(t=torch.zeros(1), reads=Reads(v=live))
+    with pytest.raises(StateLoadError, match="nothing was changed") as error:
+        bag.load_state_dict({"t": torch.ones(1), "reads": {"v": loaded}})
+    assert [(issue.path, issue.kind) for issue in error.value.report.mismatched] == [('["reads", "v"]', "memory")]
+    assert bag.t == 0
+    (copied,) = values
+    assert copied is not live
+    assert torch.equal(*(v.dequantize() if isinstance(v, LowBitTensor) else v for v in (copied, live)))
 
 
 def test_an_own_load_gets_the_options_that_it_takes(caplog):

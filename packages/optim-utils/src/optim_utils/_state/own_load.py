@@ -15,11 +15,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from optim_utils._state.load_report import LoadReport, StateLoadError
 from optim_utils._state.paths import Path, encode_path
+from optim_utils._state.tensor_fill import is_expanded
 from optim_utils._state.walk import SEQUENCES, Stateful, is_never_stored, rebuild, set_attribute
+from optim_utils.low_bit import LowBitTensor
 
 # while an object loads itself as a part of an outer load: the list for its reports, which the outer load judges
 _REPORTS: ContextVar[list[LoadReport] | None] = ContextVar("reports", default=None)
@@ -79,7 +82,7 @@ class OwnLoad:
 def _copied(value: Any) -> Any:
     """A copy with tensors and containers of its own; what belongs to the process is shared."""
     if isinstance(value, Tensor):
-        clone = value.detach().clone()
+        clone = _cloned(value)
         return nn.Parameter(clone, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else clone
     if isinstance(value, Stateful):
         twin = copy.copy(value)
@@ -100,3 +103,16 @@ def _copied(value: Any) -> Any:
     except (TypeError, copy.Error, pickle.PicklingError):
         # a lock or a file, for example: no load could bring one either
         return value
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    """A clone that can be written only where ``tensor`` can: not if it is expanded, or of inference mode."""
+    if isinstance(tensor, LowBitTensor):
+        return tensor.with_parts(_cloned)
+    with torch.inference_mode(tensor.is_inference()):
+        elements = tensor.detach()
+        if is_expanded(elements):
+            for dim, stride in enumerate(elements.stride()):
+                elements = elements if stride else elements.narrow(dim, 0, 1)
+            return elements.clone().expand(tensor.shape)
+        return elements.clone()

@@ -49,13 +49,18 @@ def why_unwritable(live: Tensor, loaded: Tensor) -> str | None:
     local = _local(live)
     if local.is_inference() and not torch.is_inference_mode_enabled():
         return "an inference tensor, which is written in torch.inference_mode() only"
-    # a tensor without elements shares nothing, and may have strides of 0, as one from a reduction has
-    has_elements = local.layout == torch.strided and local.numel() > 0
-    if has_elements and any(size > 1 and stride == 0 for size, stride in zip(local.shape, local.stride())):
+    if is_expanded(local):
         return "an expanded tensor, whose elements share memory; clone it"
     if live.layout in _COMPRESSED and live.values().shape != loaded.values().shape:
         return f"memory for values of shape {tuple(live.values().shape)}, got {tuple(loaded.values().shape)}"
     return None
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether elements of ``tensor`` share memory, so that it cannot be written."""
+    # a tensor without elements shares nothing, and may have strides of 0, as one from a reduction has
+    has_elements = tensor.layout == torch.strided and tensor.numel() > 0
+    return has_elements and any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride()))
 
 
 @torch.no_grad()
