@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from redist_cases import FAMILIES, Case, random_case
 
-from optim_redist import CommModel, Layout, Mesh, Topology, bounds, plan, plan_text, verify
+from optim_redist import CommModel, Layout, Mesh, Plan, Ragged, Topology, bounds, plan, plan_text, verify
 from optim_redist._methods.borders import crossings, volumes_of
 from optim_redist._methods.direct import direct_phases
 from optim_redist._methods.hierarchical import hierarchical_phases
@@ -150,3 +150,21 @@ def test_sharing_inside_pays_for_large_tensors() -> None:
     for made in (small, large):
         verify(made)
     assert {other.planner for other in large.alternatives} == {"direct", "collectives", "naive"}
+
+
+def test_a_plan_between_nodes_says_why_a_rank_moves_more_than_the_bound() -> None:
+    def text(shape: tuple[int, ...], src: Layout, dst: Layout) -> tuple[Plan, str]:
+        nodes = Topology.from_mesh_axis(src.mesh, 0)
+        made = plan(shape, "bf16", src, dst, topology=nodes, planners=["hierarchical"])
+        return made, made.explain()
+
+    mesh = Mesh((3, 2))
+    made, why = text((7, 8, 11, 9), Layout(mesh, [0, None, None, 1]), Layout(mesh, [None, 0, None, None]))
+    assert ([step.op for step in made.steps], 1 < made.volume_ratio < 1.25) == (["fetch", "share"], True)
+    assert "as everything enters a node once, ranks that fetch it send it on to others in theirs" in why
+    # nobody sends anything on: the one holder sends half of it to each of three others
+    mesh = Mesh((2, 2))
+    made, why = text((8,), Layout(mesh, [((0, 1), Ragged([0, 8, 8, 8, 8]))]), Layout(mesh, [1]))
+    assert ([step.op for step in made.steps], made.volume_ratio) == (["fetch"], 1.5)
+    assert "send it on" not in why
+    assert "in one step, straight from holders, the busiest rank moves 12: several ranks need what one has" in why

@@ -368,7 +368,7 @@ class MultiAxisDist:
         """Every distribution one operation away: (op name, distribution, volume, n_procs).
 
         Block lengths tried are 1, those of this distribution, ``block_sizes``, and these multiplied or divided by sizes
-        of mesh axes. ``exchange`` leads everywhere and is left out.
+        of mesh axes. A split over several axes counts as several; ``exchange`` leads everywhere and is left out.
         """
         checked = self._check(shape, "neighbours")
         volume = max_local_size(checked, self.processorMesh, self._state)

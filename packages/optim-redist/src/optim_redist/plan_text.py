@@ -173,17 +173,20 @@ def _footer(plan: Plan, crossed: Sequence[Crossed]) -> list[str]:
 
 def _busy_inside(plan: Plan) -> list[str]:
     """A line on why a plan that brings nothing into a group twice has a rank busier than the bound, if it has one."""
-    if plan.planner != "hierarchical" or plan.src.partial or plan.volume_ratio <= 1.25:
+    if plan.planner != "hierarchical" or plan.src.partial or plan.volume_ratio <= 1:
         return []
     problem = Problem(plan.shape, plan.src, plan.dst, plan.partial_init)
     level = max(plan.topology.levels, key=lambda level: least_inside_groups(problem, level.group_of))
     least = least_inside_groups(problem, level.group_of)
-    if least <= plan.bounds.lb:
-        return [f"as everything enters a {level.name} once, ranks that fetch it send it on to others in theirs"]
-    return [
-        f"as nothing enters a {level.name} that has it, ranks that hold what others in theirs need send "
-        f"{least / plan.bounds.lb:.2f} × that bound at least"
-    ]
+    if least > plan.bounds.lb:
+        return [
+            f"as nothing enters a {level.name} that has it, ranks that hold what others in theirs need send "
+            f"{least / plan.bounds.lb:.2f} × that bound at least"
+        ]
+    if len(plan.steps) == 1:
+        # nothing is sent on: it is what any plan of one step moves
+        return []
+    return [f"as everything enters a {level.name} once, ranks that fetch it send it on to others in theirs"]
 
 
 def _why(plan: Plan) -> str:
