@@ -105,6 +105,38 @@ def test_explain_says_why(capsys):
     assert "the border of a group: crossing it takes 268 ms" in made.explain()
 
 
+def test_memory_decides_where_a_quicker_plan_takes_more_of_it():
+    def decides(shape, sizes, src, dst, limit=None, **options):
+        mesh = Mesh(sizes)
+        made = plan(shape, "bf16", Layout(mesh, src), Layout(mesh, dst), memory_limit=limit, **options)
+        lines = made.explain().splitlines()
+        return made, lines[lines.index("What decides the time") + 1]
+
+    swap = (4096, 4096), (2, 4), [1, None], [None, 1]
+    free, why = decides(*swap)
+    assert "receive on the busiest rank: 6 MiB" in why
+    # a limit that leaves the plan as it is does not decide
+    assert decides(*swap, free.peak_bytes)[1] == why
+    rounds, why = decides(*swap, free.peak_bytes - 1)
+    assert [step.rounds for step in rounds.steps] == [2]
+    assert "memory: the plan takes" in why
+    # gathering fits in no number of rounds
+    made, why = decides((24, 16), (2, 3, 2), [0, (1, 2)], [(1, 2), None], 460)
+    assert (made.planner, {step.rounds for step in made.steps}) == ("spread", {1})
+    assert "memory: the plan takes" in why
+    _, why = decides((24, 16), (2, 3, 2), [0, (1, 2)], [(1, 2), None], planners=["spread"])
+    assert "latency: 2 step(s) of 72 B at most are too small" in why
+
+
+def test_plans_that_are_as_good_as_the_chosen_one_are_said_to_be():
+    mesh = Mesh(4)
+    task = (8, 8), "bf16", Layout(mesh, [0, None]), Layout(mesh, [None, 0])
+    made = plan(*task, planners=["direct", "collectives", "naive"])
+    found = {other.planner: other.reason for other in made.alternatives}
+    assert (made.planner, made.peak_bytes) == ("collectives", 112)
+    assert found["direct"] == "as fast as collectives, which is as good in all else"
+
+
 def test_bound_of_the_public_case(capsys):
     assert "together: 448 elements" in run(capsys, "bound", *XLA)
     data = json.loads(run(capsys, "bound", *XLA, "--json"))

@@ -279,15 +279,18 @@ def _binding(plan: Plan, crossed: Sequence[Crossed]) -> str:
     if not plan.communicates:
         return "nothing is sent; only local copies take time"
     step = max(plan.steps, key=lambda step: step.seconds)
-    moved = max(step.recv, step.send) * plan.itemsize
-    if plan.memory_limit is not None and plan.peak_bytes > 0.9 * plan.memory_limit:
-        return (
-            f"memory: the plan takes {format_bytes(plan.peak_bytes)} of the {format_bytes(plan.memory_limit)} allowed"
-        )
     slowest = max((max(i, o) * plan.itemsize / cut.bandwidth for cut, i, o in crossed if cut.bandwidth), default=0.0)
     if slowest > 0.5 * plan.time:
         return f"the border of a group: crossing it takes {format_seconds(slowest)}"
-    if step.seconds > 10 * moved / plan.topology.rank_bandwidth:
-        return f"latency: {len(plan.steps)} step(s) of {format_bytes(moved)} each are too small to fill the wire"
+    # of the candidates only those that do not fit are quicker
+    quicker = [other for other in plan.alternatives if other.seconds < plan.time and other.reason != UNSEARCHED]
+    if plan.memory_limit is not None and (quicker or any(step.rounds > 1 for step in plan.steps)):
+        return (
+            f"memory: the plan takes {format_bytes(plan.peak_bytes)} of the {format_bytes(plan.memory_limit)} allowed"
+        )
+    if step.seconds > 10 * step.bytes / plan.topology.rank_bandwidth:
+        sizes = {step.bytes for step in plan.steps}
+        most = format_bytes(max(sizes)) + (" each" if len(sizes) == 1 else " at most")
+        return f"latency: {len(plan.steps)} step(s) of {most} are too small to fill the wire"
     side = "receive" if step.recv >= step.send else "send"
-    return f"{side} on the busiest rank: {format_bytes(moved)} in {format_seconds(step.seconds)} of step {step.op}"
+    return f"{side} on the busiest rank: {format_bytes(step.bytes)} in {format_seconds(step.seconds)} of step {step.op}"

@@ -292,7 +292,9 @@ def _why_not(loser: Candidate, winner: Candidate, request: Request) -> str:
         return f"peak of {loser.peak_bytes} bytes exceeds the limit of {request.memory_limit}"
     if loser.seconds > winner.seconds:
         return f"takes {loser.seconds * 1e6:.1f} µs, {winner.planner} {winner.seconds * 1e6:.1f} µs"
-    return f"as fast as {winner.planner}, which has fewer steps or a lower peak"
+    more_steps, higher = len(loser.steps) > len(winner.steps), loser.peak_bytes > winner.peak_bytes
+    better = "has fewer steps" if more_steps else "has a lower peak" if higher else "is as good in all else"
+    return f"as fast as {winner.planner}, which {better}"
 
 
 def _infeasible(request: Request, limits: Bounds, asked: tuple[str, ...] | None) -> PlanInfeasibleError:
