@@ -6,6 +6,7 @@ import io
 import itertools
 import tempfile
 import weakref
+from collections import deque
 
 import pytest
 import torch
@@ -210,6 +211,38 @@ def test_get_and_set_optimizer_state_dict(steps, flat):
     fresh_model, fresh = trained(steps)
     set_optimizer_state_dict(fresh_model, fresh, saved, options=options)
     assert_same(state_of(fresh), state_of(optimizer))
+
+
+class WithNone(OptimizerModule):
+    """None, which a flat state cannot hold, at every kind of place."""
+
+    def __init__(self, rate: float) -> None:
+        self.betas = (rate, None)
+        self.limits = {"low": None, "high": rate, 3: [None, rate]}
+        self.history = deque([None, rate, None], maxlen=3)
+        self.nested = [torch.full((1,), rate), (None,), {"inner": [None, rate, None]}]
+
+
+class WithNoneAndOwnLoad(WithNone):
+    def load_state_dict(self, state_dict, *args, **options):
+        return super().load_state_dict(state_dict, *args, **options)
+
+
+@FLAT
+@pytest.mark.parametrize("kind", [WithNone, WithNoneAndOwnLoad])
+def test_none_in_containers_stays(kind, flat):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attach_state_dict_hooks(optimizer)
+    for param in model.parameters():
+        optimizer.state[param]["object"] = kind(0.5)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    for param in model.parameters():
+        optimizer.state[param]["object"] = kind(0.25)
+    set_optimizer_state_dict(model, optimizer, saved, options=options)
+    for param in model.parameters():
+        assert vars(optimizer.state[param]["object"]) == vars(WithNone(0.5))
 
 
 def test_a_deep_copy_of_the_state_loads_too():

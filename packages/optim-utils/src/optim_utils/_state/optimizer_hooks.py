@@ -290,7 +290,7 @@ def _planned_state(
         if name in converted:
             state[name] = value
         elif _holds_objects(old):
-            state[name] = plan.add(old, value, (*path, name))
+            state[name] = plan.add(old, _with_none(old, value), (*path, name))
         else:
             state[name] = _restored(value, old.device if isinstance(old, Tensor) else device)
     if saved:
@@ -333,3 +333,28 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return value
+
+
+def _with_none(live: object, saved: Any) -> Any:
+    """``saved`` with the entries that `_without_none` left out of containers, where ``live`` has None.
+
+    A container of plain values takes over the saved contents and length, so (0.9, None) would become (0.9,).
+    """
+    if isinstance(live, OptimizerModule):
+        # an attribute that is None needs no entry
+        if type(live).state_dict is not OptimizerModule.state_dict or not isinstance(saved, Mapping):
+            return saved
+        attributes = {name: _with_none(old, saved[name]) for name, old in live.state_attributes() if name in saved}
+        return {**saved, **attributes}
+    if not isinstance(live, (dict, *SEQUENCES)):
+        return saved
+    items = live if isinstance(live, dict) else dict(enumerate(live))
+    entries = entries_by_key(saved, items)
+    if entries is None:
+        return saved
+    for key, old in items.items():
+        if key in entries:
+            entries[key] = _with_none(old, entries[key])
+        elif old is None:
+            entries[key] = None
+    return entries
