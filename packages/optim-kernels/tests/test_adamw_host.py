@@ -207,7 +207,7 @@ def test_steps_read_gradients_of_a_foreign_layout_as_they_are_then() -> None:
 
 
 def test_kernels_that_were_made_ready_for_another_step_are_made_ready_again() -> None:
-    """As a step does that fails before it launches."""
+    """As by a step that fails before it launches."""
     params = make_params()
     others = [torch.nn.Parameter(p.detach().clone()) for p in params]
     ours, expected = TritonAdamW(params, lr=0.1, impl="triton"), TritonAdamW(others, lr=0.1, impl="triton")
@@ -222,6 +222,42 @@ def test_kernels_that_were_made_ready_for_another_step_are_made_ready_again() ->
             kernels.get_ready(
                 [{**group, "lr": 0.5}], kernels.look_at([p.grad for p in params if p.grad is not None]), **none
             )
+        ours.step()
+        expected.step()
+        assert all(map(torch.equal, params, others)), turn
+
+
+@pytest.mark.parametrize("event", ["failed", "captured"])
+def test_a_learning_rate_that_changes_is_what_the_launch_reads(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its upload fails at the end, so that the step is never taken, or makes another table for a graph."""
+    upload = multi_tensor.upload
+
+    def fail(content: bytes, on_device: Tensor) -> None:
+        upload(content, on_device)
+        raise MemoryError
+
+    params = make_params()
+    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    for p, q in zip(params, others):
+        q.grad = p.grad
+    ours, expected = TritonAdamW(params, lr=0.1, impl="triton"), TritonAdamW(others, lr=0.1, impl="triton")
+    (group,) = ours.param_groups
+    rates = [0.1, 0.1, 0.2, 0.2, 0.1]
+    for turn, group["lr"] in enumerate(rates):
+        if turn == 3 and event == "failed":
+            group["lr"] = 0.5
+            with monkeypatch.context() as patch, pytest.raises(MemoryError):
+                patch.setattr(multi_tensor, "upload", fail)
+                ours.step()
+            group["lr"] = rates[3]
+        if turn == 1 and event == "captured":
+            assert ours._prepared is not None
+            assert ours._prepared.kernels is not None
+            for launch in ours._prepared.kernels.plan._launches:
+                launch._changing.keep_for_graph()
+        expected.param_groups[0]["lr"] = rates[turn]
+        # so that nothing is taken for known
+        expected._forget()
         ours.step()
         expected.step()
         assert all(map(torch.equal, params, others)), turn
@@ -459,6 +495,27 @@ def test_a_step_takes_little_of_the_host() -> None:
     our_least, torchs_least = map(min, zip(*times))
     # the hosts that NOTES.md speaks of take .21 to .25 of it
     assert our_least < 0.3 * torchs_least
+
+
+@pytest.mark.gpu
+@pytest.mark.timing
+@pytest.mark.parametrize("size", [72, multi_tensor.STAGED, 8 * multi_tensor.STAGED])
+def test_an_upload_waits_for_nothing_that_the_device_has_to_do(size: int) -> None:
+    content, on_device = (
+        torch.randint(256, (size,), dtype=torch.uint8),
+        torch.zeros(size // 8, dtype=torch.int64, device="cuda"),
+    )
+    given = content.numpy().tobytes()
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(400_000_000)
+        start = time.perf_counter()
+        multi_tensor.upload(given, on_device)
+        seconds = time.perf_counter() - start
+        busy = not torch.cuda.current_stream().query()
+    assert busy
+    assert seconds < 0.02
+    assert torch.equal(on_device.cpu().view(torch.uint8), content)
 
 
 def _host_seconds(optimizer: torch.optim.Optimizer) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
+from typing import Any
 
 from torch import Tensor
 
@@ -20,10 +21,11 @@ from optim_kernels._optimizers.adamw_step import PreparedStep
 from optim_kernels._optimizers.followed_writes import FollowedWrites
 from optim_kernels._options import are_numbers
 from optim_kernels.multi_tensor import TensorList
+from optim_kernels.reference.adamw import AdamWScalars
 
 _params, _grad = itemgetter("params"), attrgetter("grad")
 _clipping = itemgetter("max_norm", "norm_type")
-_numbers, _betas = itemgetter("lr", "eps", "weight_decay", "maximize"), itemgetter("betas")
+_numbers = itemgetter("lr", "betas", "eps", "weight_decay", "maximize")
 
 
 class SteadyStep:
@@ -59,11 +61,8 @@ class SteadyStep:
 
     def _note(self, groups: Sequence[Group], seen: TensorList, factor: Tensor | None) -> None:
         """Take note of what the kernels are ready for."""
-        plan = self._kernels.plan
-        numbers, betas = list(chain.from_iterable(map(_numbers, groups))), list(map(_betas, groups))
-        # those stay as they are that are the same objects, while a list or a tensor may be written to
-        is_fixed = are_numbers(numbers) and all(type(each) is tuple and are_numbers(each) for each in betas)
-        self._numbers = numbers + betas if is_fixed and not plan.num_copied else None
+        plan, numbers = self._kernels.plan, list(map(_numbers, groups))
+        self._numbers = numbers if _are_fixed(numbers) and not plan.num_copied else None
         # of the gradients no more, or their memory would stay taken
         self._addresses, self._kinds, self._factor = seen.addresses, seen.kinds, factor
         self._launches = plan.run_again()
@@ -93,9 +92,7 @@ class SteadyStep:
             self.norm, factor = self._norms.norm_and_factor(seen, norm_type, max_norm)
         if prepared.followed:
             self._writes.follow(prepared.followed, prepared.followed, prepared.masters)
-        if not self._is_ready(groups, seen, factor):
-            self._kernels.get_ready(groups, seen, grad_scale=None, found_inf=None, clip_factor=factor)
-            self._note(groups, seen, factor)
+        self._get_ready(groups, seen, factor)
         for launch in self._launches:
             launch()
         self._kernels.count_as_written()
@@ -103,12 +100,28 @@ class SteadyStep:
             self._writes.note_step(prepared.followed)
         return True
 
-    def _is_ready(self, groups: Sequence[Group], seen: TensorList, factor: Tensor | None) -> bool:
-        """Whether the kernels have these hyperparameters, gradients and clip factor already."""
-        return (
-            self._numbers is not None
-            and self._kernels.plan.run_again() is self._launches
+    def _get_ready(self, groups: Sequence[Group], seen: TensorList, factor: Tensor | None) -> None:
+        """Give the kernels what has changed of hyperparameters, gradients' addresses and the clip factor's."""
+        plan, numbers, known = self._kernels.plan, list(map(_numbers, groups)), self._numbers
+        are_alike = (
+            known is not None
+            and plan.run_again() is self._launches
             and seen.addresses == self._addresses
             and factor is self._factor
-            and all(map(is_, chain(chain.from_iterable(map(_numbers, groups)), map(_betas, groups)), self._numbers))
         )
+        if are_alike and all(map(is_, chain.from_iterable(numbers), chain.from_iterable(known or ()))):
+            return
+        if are_alike and _are_fixed(numbers):
+            plan.renumber([AdamWScalars(lr, *betas, *others) for lr, betas, *others in numbers])
+            self._numbers, self._launches = numbers, plan.run_again()
+        else:
+            self._kernels.get_ready(groups, seen, grad_scale=None, found_inf=None, clip_factor=factor)
+            self._note(groups, seen, factor)
+
+
+def _are_fixed(numbers: list[tuple[Any, ...]]) -> bool:
+    """Whether groups' hyperparameters stay as they are while they are the same objects, unlike a list or a tensor."""
+    return all(
+        type(betas) is tuple and len(betas) == 2 and are_numbers((lr, *betas, *others))
+        for lr, betas, *others in numbers
+    )

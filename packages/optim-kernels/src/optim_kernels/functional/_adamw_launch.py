@@ -272,12 +272,20 @@ class AdamWLaunch:
             record.start,
         )
 
+    def renumber(self, scalars: Sequence[AdamWScalars]) -> bool:
+        """Upload other hyperparameters, all of them Python numbers; whether `again` is another launch by that."""
+        before = self._scalars_view
+        self._set_scalars(scalars, True)
+        if not self._is_uploaded:
+            self._upload()
+        return self._scalars_view is not before
+
     def _set_scalars(self, scalars: Sequence[AdamWScalars], numbers: bool) -> None:
         if not numbers:
             scalars = [each._replace(lr=readable(each.lr, self._device)) for each in scalars]
         # a copy, because the caller may write to its list
         self._scalars = list(scalars) if numbers else ()
-        self._scalar_tensors = [value for each in scalars for value in each if isinstance(value, Tensor)]
+        self._scalar_tensors = [] if numbers else [v for each in scalars for v in each if isinstance(v, Tensor)]
         rows = hyperparameter_rows(scalars)
         if rows != self._scalar_rows:
             self._scalar_rows = rows

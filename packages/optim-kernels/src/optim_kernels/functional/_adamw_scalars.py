@@ -30,12 +30,12 @@ def _row(scalars: AdamWScalars) -> list[float]:
     lr = scalars.lr
     # NaN holds the place of a beta on the device: no number is equal to it, so a change to one is noticed
     beta1, beta2 = (math.nan if on_device(beta) else float(beta) for beta in (scalars.beta1, scalars.beta2))
-    address = 0
+    address = 0.0
     if on_device(lr):
-        address, lr = lr.data_ptr(), 0.0
+        (address,), lr = array("d", array("q", [lr.data_ptr()]).tobytes()), 0.0
     return [
         float(lr),
-        array("d", array("q", [address]).tobytes())[0],
+        address,
         beta1,
         beta2,
         math.log2(beta1) if beta1 > 0 else -math.inf,

@@ -208,6 +208,13 @@ class AdamWPlan:
         for launch in self._launches:
             launch.run()
 
+    def renumber(self, scalars: Sequence[AdamWScalars]) -> None:
+        """Other hyperparameters, Python numbers, where nothing else has changed since ``get_ready``."""
+        again, self._again = self._again, None
+        are_others = [launch.renumber(scalars) for launch in self._launches]
+        if not any(are_others):
+            self._again = again
+
     def run_again(self) -> list[Callable[[], None]]:
         """The launches of ``run`` outside of captures; another list once anything but ``run`` was called."""
         if self._again is None:
