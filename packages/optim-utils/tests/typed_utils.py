@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import assert_type
 
 import torch
 from torch import Tensor, nn
 
-from optim_utils import MOMENT8, LowBitTensor, quantize, route_parameters
+from optim_utils import (
+    MOMENT8,
+    AbstractDataclass,
+    LowBitTensor,
+    get_all_non_abstract_subclasses,
+    quantize,
+    route_parameters,
+)
 from optim_utils.testing import run_ranks
 
 
@@ -29,3 +37,18 @@ def low_bit(x: Tensor) -> None:
 def routes(model: nn.Module) -> None:
     for route in route_parameters(model):
         assert_type(route.name, str)
+
+
+@dataclass(init=False)
+class Abstract(AbstractDataclass):
+    pass
+
+
+@dataclass
+class Concrete(Abstract):
+    lr: float = 1.0
+
+
+def subclasses() -> None:
+    assert_type(get_all_non_abstract_subclasses(Abstract), list[type[Abstract]])
+    assert_type(get_all_non_abstract_subclasses(Concrete)[0](lr=2.0), Concrete)

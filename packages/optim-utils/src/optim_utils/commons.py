@@ -1,7 +1,7 @@
 """Two small things that configuration code keeps needing: the concrete subclasses of a class, and batches."""
 
 from abc import ABC
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from operator import index
 from typing import TypeVar
@@ -11,7 +11,8 @@ __all__ = ["batched", "get_all_non_abstract_subclasses"]
 T = TypeVar("T")
 
 
-def get_all_non_abstract_subclasses(cls: type[T]) -> list[type[T]]:
+# to type checkers a class is what makes instances: given as `type[T]`, mypy refuses the abstract ones this is made for
+def get_all_non_abstract_subclasses(cls: Callable[..., T]) -> list[type[T]]:
     """The concrete classes among ``cls`` and its live subclasses, depth-first in the order of their definition.
 
     A class counts as abstract if abstract methods are left in it, or if it names ``ABC`` itself among its bases: that

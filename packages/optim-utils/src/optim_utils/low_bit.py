@@ -103,7 +103,8 @@ def quantize(
         dtype: the dtype that the result reports and decodes to, one of float32, bfloat16, float16 and float64; by
             default that of x (but float32 for float64, which is converted to float32 first).
         stochastic: choose between the two neighbouring codes at random, so that the mean of the decoded number is x.
-            (In one-sided formats this holds only above the lowest code, as a positive number never becomes zero.)
+            (In one-sided formats this holds only above the lowest code, as a positive number never becomes zero, and in
+            ``DYNAMIC8``, which has no -1, only down to -0.993 of the block's largest magnitude.)
         seed: seed of the plain stream of :mod:`optim_utils.rounding`; a rank's part of a DTensor takes the bits that
             its elements have in the whole tensor. Without a seed the bits come from ``generator`` or from torch's
             default generator, of which each rank has its own.

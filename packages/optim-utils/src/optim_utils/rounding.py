@@ -132,8 +132,8 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
 def join_master(parameter: Tensor, low: Tensor) -> Tensor:
     """The fp32 master of a bf16 parameter and its low half; exact inverse of :func:`split_master`.
 
-    To a parameter that was overwritten from outside, ``low`` still adds at most half an ulp. A negative ``low`` of a
-    zero is dropped: ``(0 << 16) + low`` would be a NaN. `split_master` never gives such a pair.
+    To a finite parameter that was overwritten from outside, ``low`` still adds at most half an ulp. A negative ``low``
+    of a zero is dropped: ``(0 << 16) + low`` would be a NaN. `split_master` never gives such a pair.
     """
     if parameter.dtype != torch.bfloat16 or low.dtype != torch.int16:
         raise TypeError(f"join_master takes bfloat16 and int16, got {parameter.dtype} and {low.dtype}")

@@ -86,7 +86,10 @@ class LowBitTensor(Tensor):
         self.codes, self.scale, self.offset, self.fmt = codes, scale, offset, fmt
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The numbers, in ``dtype`` or this tensor's; a DTensor if the codes are one."""
+        """The numbers, in ``dtype`` or this tensor's; a DTensor if the codes are one.
+
+        They are decoded in fp32 and then rounded: in a narrower dtype the smallest may become zero.
+        """
         dtype = dtype or self.dtype
         if not is_dtensor(self.codes):
             numbers = decode_blocks(self.codes, self.scale, self.offset, self.fmt, self.shape)
