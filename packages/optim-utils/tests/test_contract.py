@@ -1,5 +1,8 @@
 """The contract on torch's own optimizers, and on broken ones, which it has to catch."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -28,6 +31,16 @@ CASES = [
 @pytest.mark.parametrize(("case", "check"), contract(CASES), ids=str)
 def test_contract(case, check):
     run_check(case, check)
+
+
+def test_no_check_passes_because_python_leaves_asserts_out():
+    code = (
+        "import torch\n"
+        "from optim_utils.testing import OptimizerCase, run_check\n"
+        "run_check(OptimizerCase('SGD', torch.optim.SGD), 'state_dict_hooks')\n"
+    )
+    done = subprocess.run([sys.executable, "-O", "-c", code], stderr=subprocess.PIPE, text=True, timeout=120)
+    assert "RuntimeError: the contract's checks are assert statements" in done.stderr
 
 
 CUDA_CASES = [

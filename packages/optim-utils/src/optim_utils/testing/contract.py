@@ -49,7 +49,10 @@ def run_check(case: OptimizerCase, check: str) -> None:
 
     Raises:
         ContractFailure: if the check does not hold, or the optimizer raises.
+        RuntimeError: under ``python -O``, which leaves out the statements that checks are made of.
     """
+    if not __debug__:
+        raise RuntimeError("the contract's checks are assert statements, which python -O leaves out; run it without -O")
     if case.world_size is None or dist.is_initialized():
         _run_here(case, check)
         return
