@@ -307,11 +307,16 @@ def refused():
             "attn.qkv": nn.Linear(8, 16, bias=False),
             "odd.qkv": nn.Linear(8, 17, bias=False),
             "wide.qkv": nn.Linear(8, 48, bias=False),
+            "narrow.qkv": nn.Linear(9, 4, bias=False),
+            "sideways.qkv": Weights(weight=(6, 15)),
+            "joined.qkv": CombinedLinear(12, 9),
+            "conv.qkv": nn.Conv1d(12, 9, 1, bias=False),
             "mlp.w13": nn.Linear(8, 15, bias=False),
             "moe.experts": Weights(gate_up_proj=(2, 6, 10)),
             "moe.w13": Weights(weight=(2, 6, 10)),
             "ffn.w13": Weights(weight=(2, 5, 7)),
             "stack.qkv": Weights(weight=(2, 5, 7)),
+            "stack.rnn": Weights(weight_hh=(2, 12, 3)),
             # as DBRX has them, below one another
             "flat.experts.mlp": Weights(w1=(12, 3)),
             "low_rank.gate_up_proj": Weights(lora_A=(4, 9), lora_B=(16, 4)),
@@ -342,6 +347,7 @@ def test_all_refusals_come_in_one_error_with_rules_that_work_when_pasted():
         "Rule('wide.qkv.weight', split=3)",
         "Rule('wide.qkv.weight', split=1)",
     ]
+    assert "Rule('sideways.qkv.weight', split=3, split_dim=-1)" in suggestions
     assert "Rule('low_rank.qkv.lora_B', split=3)" in suggestions
     assert "Rule('low_rank.qkv.lora_A', split=3)" not in suggestions
     rules = [eval(suggestion) for suggestion in suggestions]
@@ -363,6 +369,16 @@ def test_lazy_parameters_are_refused(to, on_unknown):
     assert list(caught.value.unrouted) == ["a.weight", "a.bias", *others]
     model.a(torch.zeros(1, 2))
     route_parameters(model, rules, on_unknown="adamw")
+
+
+def test_parameters_called_like_wrappers_or_tied_to_a_fused_weight():
+    names = ("base_layer", "a.base_layer", "modules_to_save.a", "qkv.weight")
+    named = {name: nn.Parameter(torch.zeros(6, 2)) for name in names}
+    # the name outside of the fused module says nothing
+    named["tied"] = named["qkv.weight"]
+    table = route_parameters(named, Rule("base_layer", to="adamw"))
+    assert [route.kind for route in table] == ["adamw", "muon", "muon", "muon"]
+    assert table["tied"].num_matrices == 3
 
 
 def test_unknown_parameters_go_to_adamw_only_when_told_to():

@@ -117,7 +117,7 @@ def _stacks(leaf: Leaf) -> list[str]:
         by_rows = ["batched=True, split=2, split_dim=-2"] if rows % 2 == 0 else []
         by_columns = ["batched=True, split=2, split_dim=-1, transposed=True"] if columns % 2 == 0 else []
         return by_rows + by_columns or [f"batched=True, {_WHOLE}"]
-    if leaf.is_called(_is_qkv):
+    if leaf.is_called(_is_qkv) or _is_recurrent(leaf.paths[0][-1]):
         return [f"batched=True, {_WHOLE}"]
     return ["to='muon', batched=True", "to='muon', batched=False"]
 
@@ -181,7 +181,7 @@ def _named_fusion(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
         raise Refusal(reason, _WHOLE, "to='adamw'")
     if leaf.is_called(_is_qkv):
         _check_is_weight(leaf, _is_qkv, view.stored_matrix[-1 if transposed else -2], parts=3)
-        return _qkv(leaf, view)
+        return _qkv(leaf, view, transposed)
     if leaf.is_called(_is_gate_up):
         _check_is_weight(leaf, _is_gate_up, view.stored_matrix[-1 if transposed else -2], parts=2)
         return _gate_up(leaf, view, transposed)
@@ -224,13 +224,15 @@ def _check_is_weight(leaf: Leaf, is_fused: Callable[[str], object], outputs: int
     if leaf.is_in(CombinedLinear):
         return
     for path in leaf.paths:
-        if not is_fused(path[-1]) and not _is_weight(path[-1]):
+        module, own = path[-2] if len(path) > 1 else "", path[-1]
+        # a tied weight need not be in a fused module by all of its names
+        if is_fused(module) and not is_fused(own) and not _is_weight(own):
             in_parts = [] if outputs % parts else [f"split={parts}"]
-            reason = f"{path[-2]} is fused by its name, and nothing says whether its {path[-1]} is"
+            reason = f"{module} is fused by its name, and nothing says whether its {own} is"
             raise Refusal(reason, _WHOLE, *in_parts)
 
 
-def _qkv(leaf: Leaf, view: MatrixView) -> _Fusion:
+def _qkv(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
     """Three equal parts along the dimension that is three times the other."""
     is_conv = bool(view.matrix_shape)
     rows, columns = leaf.shape[:2] if is_conv else view.stored_matrix[-2:]
@@ -239,14 +241,21 @@ def _qkv(leaf: Leaf, view: MatrixView) -> _Fusion:
     columns -= has_bias
     if rows == 3 * columns:
         return _Fusion((columns,) * 3, -2)
-    if columns == 3 * rows and not is_conv and not has_bias:
+    only_rows = is_conv or has_bias  # of these the parts cannot lie side by side
+    if columns == 3 * rows and not only_rows:
         return _Fusion((rows,) * 3, -1)
     width, fused = sorted((rows, columns))
     rest = fused - width
     # grouped-query attention: as many query rows as the width, and the rest in equal parts for K and V, which are no
     # larger; or heads that are together wider or narrower than the model
-    grouped = rest > 0 and rest % 2 == 0 and rest // 2 <= width
-    guess = [f"split=({width}, {rest // 2}, {rest // 2})"] * grouped + ["split=3"] * (fused % 3 == 0)
+    grouped = rest > 0 and rest % 2 == 0 and rest // 2 <= width and not (only_rows and fused == columns)
+    guess = [f"split=({width}, {rest // 2}, {rest // 2})"] * grouped
+    # three equal parts are taken of the outputs
+    outputs, inputs = (-1, -2) if transposed else (-2, -1)
+    extent = view.stored_matrix
+    guess += ["split=3"] * (extent[outputs] % 3 == 0)
+    if extent[inputs] > extent[outputs] and extent[inputs] % 3 == 0 and not only_rows:
+        guess.append(f"split=3, split_dim={inputs}")
     raise Refusal(
         f"the name says fused Q, K, V, but neither of {rows} and {columns} is three times the other", *guess, _WHOLE
     )

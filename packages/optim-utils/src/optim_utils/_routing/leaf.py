@@ -52,10 +52,12 @@ def unparametrized(components: Sequence[str]) -> list[str]:
 
 def _path(name: str) -> tuple[str, ...]:
     """The components of the name in the unwrapped model."""
-    components = unparametrized([component for component in name.split(".") if component not in _WRAPPERS])
+    # a parameter of its own may be called like a wrapper
+    *modules, own = name.split(".")
+    components = unparametrized([*(module for module in modules if module not in _WRAPPERS), own])
     while prefix := next((p for p in _PREFIXES if components[: len(p)] == p and len(components) > len(p)), None):
         del components[: len(prefix)]
-    if "modules_to_save" in components[:-1]:
+    if "modules_to_save" in components[:-2]:
         # peft keeps its trained copy of a module under modules_to_save.<adapter>
         place = components.index("modules_to_save")
         del components[place : place + 2]
