@@ -6,7 +6,7 @@ import pytest
 import torch
 from stateful_bag import Bag, load_into
 
-from optim_utils import StateLoadError
+from optim_utils import StateLoadError, extract_state_dict_content, update_param_state_dict_object
 from optim_utils.low_bit import INT8, LowBitTensor, quantize, to_plain
 
 
@@ -209,6 +209,27 @@ def test_the_own_tensors_may_come_back_in_another_order():
     assert bag.a is a
     assert (a.tolist(), b.tolist()) == ([0, 0], [1, 1])
     assert buffer.tolist() == [3, 4, 5, 0, 1, 2]
+
+
+class LoadsItself(Bag):
+    def load_state_dict(self, state_dict, *args, **options):
+        return super().load_state_dict(state_dict, *args, **options)
+
+
+@pytest.mark.parametrize("kind", [Bag, LoadsItself])
+@pytest.mark.parametrize("in_dict", [False, True], ids=["object", "dict"])
+def test_the_tensors_of_parts_may_come_back_in_another_order(kind, in_dict):
+    q = quantize(torch.full((64,), 3.0), INT8)
+    live = {"t": torch.zeros(2), "x": kind(v=torch.ones(2), q=q), "y": kind(v=torch.full((2,), 2.0), q=q.clone())}
+    live["y"].q.copy_(torch.full((64,), 4.0))
+    saved = extract_state_dict_content(live)
+    loaded = {"t": saved["x"]["v"], "x": {**saved["y"], "v": saved["t"]}, "y": {**saved["x"], "v": saved["y"]["v"]}}
+    if in_dict:
+        update_param_state_dict_object(live, loaded)
+    else:
+        Bag(**live).load_state_dict(loaded, strict=True)
+    assert (live["t"].tolist(), live["x"].v.tolist(), live["y"].v.tolist()) == ([1, 1], [0, 0], [2, 2])
+    assert [live[name].q.dequantize()[0] for name in "xy"] == [4, 3]
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)

@@ -18,9 +18,16 @@ import torch
 from torch import Tensor
 
 from optim_utils._state.load_report import Kind, LoadIssue, LoadReport, StateLoadError, describe, describe_both
-from optim_utils._state.own_load import OwnLoad
+from optim_utils._state.own_load import OwnLoad, storages_of
 from optim_utils._state.paths import Path, encode_path
-from optim_utils._state.tensor_fill import fill_all, find_mismatch, fits_dtype, sharded_like, why_unwritable
+from optim_utils._state.tensor_fill import (
+    fill_all,
+    find_mismatch,
+    fits_dtype,
+    sharded_like,
+    storage_key,
+    why_unwritable,
+)
 from optim_utils._state.walk import (
     SEQUENCES,
     Stateful,
@@ -87,6 +94,7 @@ class LoadPlan:
             "assign": self.assign,
         }
         any_refused = False
+        written = {storage_key(live) for live, _ in self.fills}
         for load in self.own_loads:
             reports, refused = load.rehearse(options)
             for report in reports:
@@ -94,7 +102,8 @@ class LoadPlan:
             if not reports:
                 self._note_loaded(load.path, load.live, load.loaded)
             any_refused |= refused
-            self.last_loads.append((load.path, partial(load.perform, options)))
+            self.last_loads.append((load.path, partial(load.lasting(written).perform, options)))
+            written |= storages_of(load.live)
         return any_refused
 
     def write(self) -> None:

@@ -12,7 +12,7 @@ import inspect
 import pickle
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from optim_utils._state.load_report import LoadReport, StateLoadError
 from optim_utils._state.paths import Path, encode_path
-from optim_utils._state.tensor_fill import is_expanded
-from optim_utils._state.walk import SEQUENCES, Stateful, is_never_stored, rebuild, set_attribute
+from optim_utils._state.tensor_fill import is_expanded, storage_key
+from optim_utils._state.walk import SEQUENCES, Stateful, is_never_stored, items_of, rebuild, set_attribute
 from optim_utils.low_bit import LowBitTensor
 
 # while an object loads itself as a part of an outer load: the list for its reports, which the outer load judges
@@ -60,6 +60,10 @@ class OwnLoad:
             raise
         return reports, False
 
+    def lasting(self, written: set[int]) -> OwnLoad:
+        """This load; of a copy, if tensors that it loads are in the storages ``written`` before it."""
+        return self if written.isdisjoint(storages_of(self.loaded)) else replace(self, loaded=_copied(self.loaded))
+
     def perform(self, options: dict[str, bool]) -> None:
         """Load."""
         self._load(self.live, self.loaded, options, [])
@@ -77,6 +81,15 @@ class OwnLoad:
             load(loaded, **taken)
         finally:
             _REPORTS.reset(token)
+
+
+def storages_of(value: object) -> set[int]:
+    """The storages of all tensors in ``value``."""
+    if isinstance(value, LowBitTensor):
+        return {storage_key(part) for part in value.parts if part is not None}
+    if isinstance(value, Tensor):
+        return {storage_key(value)}
+    return set().union(*(storages_of(child) for _, child in items_of(value) or ()))
 
 
 def _copied(value: Any) -> Any:

@@ -78,9 +78,9 @@ def lasting_sources(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     if torch.compiler.is_compiling():
         # a compiler cannot see storages; its program leaves out the copies that it does not need
         return [loaded.clone() for _, loaded in pairs]
-    written = {_storage_key(live) for live, _ in pairs}
+    written = {storage_key(live) for live, _ in pairs}
     return [
-        loaded.clone() if _storage_key(loaded) in written and _memory_key(loaded) != _memory_key(live) else loaded
+        loaded.clone() if storage_key(loaded) in written and _memory_key(loaded) != _memory_key(live) else loaded
         for live, loaded in pairs
     ]
 
@@ -96,12 +96,7 @@ def sharded_like(live: Tensor, loaded: Tensor) -> Tensor:
     return distribute_tensor(loaded.detach().to(mesh.device_type), mesh, live.placements, src_data_rank=None)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor itself."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
-
-
-def _storage_key(tensor: Tensor) -> int:
+def storage_key(tensor: Tensor) -> int:
     """Equal for tensors that share a storage (of values if compressed); unique for COO: `copy_` gives it new memory."""
     local = _local(tensor)
     if local.layout in _COMPRESSED:
@@ -109,12 +104,17 @@ def _storage_key(tensor: Tensor) -> int:
     return local.untyped_storage()._cdata if local.layout == torch.strided else -id(tensor)
 
 
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor itself."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
 def _memory_key(tensor: Tensor) -> tuple[int, ...]:
     """Equal for tensors that cover the same elements of one storage."""
     local = _local(tensor)
     if local.layout != torch.strided:
         return (-id(tensor),)
-    return (_storage_key(local), local.storage_offset(), *local.shape, *local.stride())
+    return (storage_key(local), local.storage_offset(), *local.shape, *local.stride())
 
 
 def _fill(live: Tensor, loaded: Tensor) -> None:

@@ -35,6 +35,9 @@ class UpdatePlan(LoadPlan):
         The caller judges missing and unexpected entries and, inside of objects, wrong types and dtypes: an object loads
         what fits.
         """
+        # in one go, as what is loaded may be live elsewhere
+        self.objects.fills += self.fills
+        self.fills = []
         refused = self.objects.rehearse_own_loads(strict=False)
         report = LoadReport.of(self.issues + self.objects.issues)
         refused |= bool(LoadReport.of(self.issues).mismatched)

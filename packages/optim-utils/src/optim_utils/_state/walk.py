@@ -150,7 +150,7 @@ def has_content(value: object, *, store_non_tensors: bool) -> bool:
     """Whether the state of ``value`` has any entry; checkpoint formats drop containers that have none."""
     if isinstance(value, Tensor):
         return True
-    items = _items(value)
+    items = items_of(value)
     if items is None:
         # None holds nothing that could be lost, and torch's flat form of a state cannot hold it
         return store_non_tensors and value is not None and not is_never_stored(value)
@@ -161,10 +161,10 @@ def refuse_cycles(root: object) -> None:
     """Raise ValueError if ``root`` contains something that contains itself: a walk ends only with Python's stack."""
     path: list[Any] = []
     # the containers on the way from `root` to the walk's position, with the items that each has left
-    way = {id(root): iter(_items(root) or ())}
+    way = {id(root): iter(items_of(root) or ())}
     while way:
         for key, child in way[next(reversed(way))]:
-            items = _items(child)
+            items = items_of(child)
             if items is None:
                 continue
             path.append(key)
@@ -181,7 +181,7 @@ def refuse_cycles(root: object) -> None:
             del path[-1:]
 
 
-def _items(value: object) -> Iterable[tuple[Any, Any]] | None:
+def items_of(value: object) -> Iterable[tuple[Any, Any]] | None:
     """The keys and values of ``value`` if it is a container or object that is entered, else None."""
     if isinstance(value, Stateful):
         return value.state_attributes()
