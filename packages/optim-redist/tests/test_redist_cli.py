@@ -737,6 +737,13 @@ def test_what_bus_rates_and_copies_mean_in_seconds():
     assert CommModel("copies", Topology(), pack_bandwidth=200.0).pack_seconds(100) == 1.0
 
 
+def test_a_model_is_read_from_a_file_of_any_name(capsys, tmp_path):
+    known = CommModel.preset("h200x4")
+    for name in ("costs.json", "costs"):
+        known.save(tmp_path / name)
+        assert f"model {known.id}" in run(capsys, "plan", *SWAP, "--model", str(tmp_path / name))
+
+
 def test_nodes_have_ranks(capsys):
     task = ["plan", "--shape", "8,8", "--mesh", "4", "--src", "[0,-]", "--dst", "[-,0]"]
     assert main([*task, "--topology", "nodes:0"]) == 2

@@ -277,3 +277,31 @@ def test_plans_of_several_stages_say_exactly_what_the_busiest_rank_moves(planner
                         verify(replace(made, volume_ratio=made.volume_ratio + 0.01))
                 compared += 1
     assert compared > 2
+
+
+def test_no_planner_takes_less_than_a_plan_says_that_it_takes_at_least() -> None:
+    presets, compared = [CommModel.preset(name) for name in ("flat", "h200x4")], 0
+    for seed in range(500):
+        case, rng = random_case(seed, FAMILIES + "P"), random.Random(seed)
+        num_ranks = 1 + max(*case.src.mesh.ranks, *case.dst.mesh.ranks)
+        hosts = Topology.from_hosts([rng.choice("abc") for _ in range(num_ranks)])
+        options = {"cost_model": rng.choice(presets), "topology": rng.choice([None, Topology.nodes(2), hosts])}
+        made = plan(case.shape, "bf16", case.src, case.dst, **options)
+        for other in made.alternatives:
+            if "takes at least" in other.reason:
+                try:
+                    asked = plan(case.shape, "bf16", case.src, case.dst, planners=[other.planner], **options)
+                except RedistError:
+                    continue  # it has no plan
+                assert asked.time >= other.seconds * (1 - 1e-12), (seed, other)
+                compared += 1
+    assert compared > 300
+
+
+def test_what_two_exchanges_divide_may_be_quicker_by_a_measured_curve() -> None:
+    # each of the two moves half of what one of them would, where the curve bends
+    mesh = Mesh(4)
+    pending, whole = Layout(mesh, [None] * 3, {0: "max"}), Layout(mesh, [None] * 3)
+    made = plan((192,) * 3, "bf16", pending, whole, cost_model=CommModel.preset("h200x8"))
+    direct = plan((192,) * 3, "bf16", pending, whole, cost_model=CommModel.preset("h200x8"), planners=["direct"])
+    assert (made.planner, made.time < direct.time) == ("relay", True)

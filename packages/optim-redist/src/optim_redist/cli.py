@@ -182,7 +182,12 @@ def _sizes(text: str) -> list[int]:
 
 
 def _model(text: str) -> CommModel:
-    return CommModel.load(text) if Path(text).suffix == ".json" else CommModel.preset(text)
+    try:
+        return CommModel.preset(text)
+    except RedistError:
+        if Path(text).suffix == ".json" or Path(text).is_file():
+            return CommModel.load(text)
+        raise
 
 
 def _topology(text: str | None, mesh: Mesh) -> Topology | None:

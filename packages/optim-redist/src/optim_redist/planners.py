@@ -226,7 +226,7 @@ _PLANNERS = {
         least_of_nearest,
         lambda request, limits: request.has_borders and request.groups.spread,
     ),
-    "spread": _Planner(_spread, least_of_two_hops, _can_be_spread),
+    "spread": _Planner(_spread, least_of_stopping_over, _can_be_spread),
     "forward": _Planner(
         lambda request, limits: from_phases("forward", request),
         least_of_two_hops,
@@ -239,7 +239,7 @@ _PLANNERS = {
     ),
     "scatter": _Planner(
         _scatter,
-        least_of_two_hops,
+        least_of_stopping_over,
         lambda request, limits: request.problem.num_contributions > 1 and limits.direct_recv > limits.lb,
     ),
     "hierarchical": _Planner(_hierarchical, least_of_sharing, _can_be_hierarchical),

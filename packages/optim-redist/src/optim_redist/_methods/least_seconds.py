@@ -17,11 +17,16 @@ from optim_redist.problem import Problem
 
 def least_of_one_hop(request: Request, limits: Bounds) -> float:
     """Least seconds in which what has to move can arrive, in as few as one exchange."""
-    crossing: dict[str, int] = {}
+    return min(_least(request, limits.lb, _crossing(limits)), least_of_two_hops(request, limits))
+
+
+def _crossing(limits: Bounds) -> dict[str, int]:
+    """By level, the elements that have to cross the border that most have to cross."""
+    found: dict[str, int] = {}
     for cut in limits.cuts:
         if cut.bandwidth:
-            crossing[cut.level] = max(crossing.get(cut.level, 0), cut.inbound, cut.outbound)
-    return _least(request, limits.lb, crossing)
+            found[cut.level] = max(found.get(cut.level, 0), cut.inbound, cut.outbound)
+    return found
 
 
 def least_of_nearest(request: Request, limits: Bounds) -> float:
@@ -67,25 +72,37 @@ def _least_copying(request: Request, recv: int, send: int) -> float:
 
 
 def least_of_two_hops(request: Request, limits: Bounds) -> float:
-    """Least seconds of two exchanges, of which one moves what has to move."""
-    return least_of_one_hop(request, limits) + request.model.least_seconds(0)
+    """Least seconds of two exchanges that together move what has to move, however it is divided between them.
+
+    No exchange of b bytes is quicker than latency + b / bandwidth of the topology. By a measured curve two that divide
+    the bytes may be quicker than one of all bytes and one of none.
+    """
+    model, width, inner = request.model, request.itemsize, request.model.topology
+    seconds = 2 * inner.latency + limits.lb * width / inner.rank_bandwidth
+    for level, amount in _crossing(limits).items():
+        if amount:
+            # the other exchange may cross the border, too, or not
+            other = min(inner.latency, model.border_seconds(level, 0))
+            seconds = max(seconds, model.border_seconds(level, amount * width) + other)
+    return 2 * model.call_seconds + seconds
 
 
 def least_of_stopping_over(request: Request, limits: Bounds) -> float:
     """Least seconds by way of another layout."""
     # where nothing moves in one of the two exchanges, a rank still takes its part
-    return least_of_one_hop(request, limits) + request.model.call_seconds
+    one = _least(request, limits.lb, _crossing(limits)) + request.model.call_seconds
+    return min(one, least_of_two_hops(request, limits))
 
 
 def least_of_sharing(request: Request, limits: Bounds) -> float:
     """Least seconds of the hierarchical planner.
 
-    It takes two exchanges if it reduces, shares what was fetched, or lets needers forward. Otherwise it is one exchange
-    straight from the nearest holders.
+    It takes two exchanges if it reduces, shares what was fetched, or lets needers forward, supposing that these have
+    room for it. Otherwise it is one exchange straight from the nearest holders.
     """
     problem = request.problem
     if problem.num_contributions > 1:
-        return least_of_two_hops(request, limits)
+        return least_of_stopping_over(request, limits)
     levels = list(request.groups.levels.values())
     copying = _least_copying(request, limits.recv, limits.send)
     if len(levels) > 1:
@@ -93,11 +110,17 @@ def least_of_sharing(request: Request, limits: Bounds) -> float:
     # if each part has its holders in one group, they send what they send in the direct exchange
     forwards = limits.direct_send > limits.lb or request.groups.spread
     for cut, group in zip(limits.cuts, levels[0]):
-        if (cut.inbound and _shares(problem, group)) or (
-            forwards and any(n > limits.lb * len(group.holders[part]) for part, n in group.demand_here.items())
-        ):
+        if (cut.inbound and _shares(problem, group)) or (forwards and _forwards(group, limits.lb)):
             return least_of_two_hops(request, limits) + copying
     return least_of_nearest(request, limits)
+
+
+def _forwards(group: Inside, most: int) -> bool:
+    """Whether holders would send more than ``most`` to ranks of their group, of which several need the same."""
+    return any(
+        n > max(most * len(group.holders[part]), group.needed_of_source[part[0]])
+        for part, n in group.demand_here.items()
+    )
 
 
 def _shares(problem: Problem, group: Inside) -> bool:

@@ -31,7 +31,7 @@ Way = list[tuple[str, str, Layout]]  # operation, method, layout after it
 def ways_to_reduce(
     shape: tuple[int, ...], src: Layout, dst: Layout, topology: Topology
 ) -> tuple[Layout, list[Way]] | None:
-    """The source on a mesh with cut axes, and the ways from there to the target; None if no dimension can be split.
+    """The source on a mesh with cut axes, and the ways of several steps from there to the target; None without any.
 
     The target must have nothing pending.
     """
@@ -55,7 +55,8 @@ def ways_to_reduce(
     ways = []
     needers = Problem(shape, last, dst).needers.values()
     outermost = topology.levels[-1]
-    if all(len({outermost.group_of(rank) for rank in ranks}) == len(ranks) for ranks in needers):
+    # with nothing to reduce inside, this is the direct exchange
+    if way and all(len({outermost.group_of(rank) for rank in ranks}) == len(ranks) for ranks in needers):
         ways.append([*way, ("reduce across", "direct", dst)])
     scattered = split_further(shape, last, tensor_dim, [axis for axis, _ in last.partial])
     if scattered is not None and any(len(ranks) > 1 for ranks in needers):
