@@ -213,6 +213,26 @@ def test_get_and_set_optimizer_state_dict(steps, flat):
     assert_same(state_of(fresh), state_of(optimizer))
 
 
+@FLAT
+def test_dicts_of_tensors_keep_their_int_keys(flat, tmp_path):
+    def with_dict(number):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        attach_state_dict_hooks(optimizer)
+        for param in model.parameters():
+            optimizer.state[param]["by_block"] = {0: torch.full((1,), number), "in": {7: number, 8: torch.ones(1)}}
+        return model, optimizer
+
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, optimizer = with_dict(3.0)
+    dcp.save(get_optimizer_state_dict(model, optimizer, options=options), checkpoint_id=tmp_path)
+    fresh_model, fresh = with_dict(4.0)
+    saved = get_optimizer_state_dict(fresh_model, fresh, options=options)
+    dcp.load(saved, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(fresh_model, fresh, saved, options=options)
+    assert_same(state_of(fresh), state_of(optimizer))
+
+
 class WithNone(OptimizerModule):
     """None, which a flat state cannot hold, at every kind of place."""
 

@@ -292,7 +292,7 @@ def _planned_state(
         elif _holds_objects(old):
             state[name] = plan.add(old, _with_none(old, value), (*path, name))
         else:
-            state[name] = _restored(value, old.device if isinstance(old, Tensor) else device)
+            state[name] = _restored(_with_keys_of(old, value), old.device if isinstance(old, Tensor) else device)
     if saved:
         for name, old in live.items():
             if name not in entries and name not in converted and _holds_objects(old):
@@ -300,6 +300,13 @@ def _planned_state(
                 plan.note_missing(old, (*path, name))
                 state[name] = old
     return state
+
+
+def _with_keys_of(live: object, saved: Any) -> Any:
+    """``saved`` with the ints that are keys in ``live``: flat states and checkpoints make strings of them."""
+    if not isinstance(live, dict) or not isinstance(saved, Mapping):
+        return saved
+    return {key: _with_keys_of(live.get(key), item) for key, item in (entries_by_key(saved, live) or {}).items()}
 
 
 def _restored(value: Any, device: torch.device | None) -> Any:
@@ -316,8 +323,11 @@ def _restored(value: Any, device: torch.device | None) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` for a checkpoint: nested dicts if it holds objects, otherwise unchanged."""
-    return _without_none(stored_form(value)) if _holds_objects(value) else value
+    """``value`` for a checkpoint: nested dicts if it holds objects, otherwise the same in dicts of its own."""
+    if _holds_objects(value):
+        return _without_none(stored_form(value))
+    # torch.distributed.checkpoint puts what it loads into the dicts that it is given
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _holds_objects(value: object) -> bool:
