@@ -36,6 +36,9 @@ _LATENCY, _NODE_LATENCY = 20e-6, 30e-6  # seconds
 # what a program takes beside its exchange on the hosts of H200s: 65 µs measured on slow ones
 _NCCL_CALL = 60e-6  # seconds
 
+# of a library, those that do steps; a model may have no curve for some of them
+_COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+
 
 def _as_rates(what: str, bandwidth: Any, seconds: Any) -> tuple[float, float]:
     """Both as floats, so that equal numbers of any type are written alike, in JSON and in the ids of models.
@@ -282,7 +285,7 @@ class CommModel:
         """Time of the quickest collective in which the busiest rank receives (or sends) ``num_bytes``."""
         if not self.has_library or not self.curves:
             return self.seconds("all_to_all", num_bytes)
-        return min(self.seconds(op, num_bytes) for op in self.curves)
+        return min(self.seconds(op, num_bytes) for op in _COLLECTIVES)
 
     @lazy
     def _measured(self) -> tuple[float, float] | None:

@@ -17,7 +17,7 @@ from optim_redist.problem import Problem
 
 def least_of_one_hop(request: Request, limits: Bounds) -> float:
     """Least seconds in which what has to move can arrive, in as few as one exchange."""
-    return min(_least(request, limits.lb, _crossing(limits)), least_of_two_hops(request, limits))
+    return _least(request, limits.lb, _crossing(limits))
 
 
 def _crossing(limits: Bounds) -> dict[str, int]:
@@ -59,11 +59,21 @@ def least_of_gathering(request: Request, limits: Bounds) -> float:
 def _least(request: Request, moved: int, crossing: Mapping[str, int]) -> float:
     """Least seconds to move these elements in place on the busiest rank and, by level, across the busiest border."""
     model, width = request.model, request.itemsize
-    seconds = model.least_seconds(moved * width)
+    seconds = min(model.least_seconds(moved * width), _least_divided(request, moved))
     for level, amount in crossing.items():
         if amount:
             seconds = max(seconds, model.call_seconds + model.border_seconds(level, amount * width))
     return seconds
+
+
+def _least_divided(request: Request, moved: int) -> float:
+    """Least seconds to move these elements on the busiest rank in two or more exchanges, or rounds.
+
+    By a measured curve two that divide the bytes may be quicker than one of all bytes, and than one of all and one of
+    none. But no exchange of b bytes is quicker than latency + b / bandwidth of the topology.
+    """
+    model, inner = request.model, request.model.topology
+    return 2 * (model.call_seconds + inner.latency) + moved * request.itemsize / inner.rank_bandwidth
 
 
 def _least_copying(request: Request, recv: int, send: int) -> float:
@@ -72,26 +82,21 @@ def _least_copying(request: Request, recv: int, send: int) -> float:
 
 
 def least_of_two_hops(request: Request, limits: Bounds) -> float:
-    """Least seconds of two exchanges that together move what has to move, however it is divided between them.
-
-    No exchange of b bytes is quicker than latency + b / bandwidth of the topology. By a measured curve two that divide
-    the bytes may be quicker than one of all bytes and one of none.
-    """
-    model, width, inner = request.model, request.itemsize, request.model.topology
-    seconds = 2 * inner.latency + limits.lb * width / inner.rank_bandwidth
+    """Least seconds of two exchanges that together move what has to move, however it is divided between them."""
+    model, seconds = request.model, _least_divided(request, limits.lb)
     for level, amount in _crossing(limits).items():
         if amount:
             # the other exchange may cross the border, too, or not
-            other = min(inner.latency, model.border_seconds(level, 0))
-            seconds = max(seconds, model.border_seconds(level, amount * width) + other)
-    return 2 * model.call_seconds + seconds
+            other = min(model.topology.latency, model.border_seconds(level, 0))
+            crossing = model.border_seconds(level, amount * request.itemsize)
+            seconds = max(seconds, 2 * model.call_seconds + crossing + other)
+    return seconds
 
 
 def least_of_stopping_over(request: Request, limits: Bounds) -> float:
     """Least seconds by way of another layout."""
     # where nothing moves in one of the two exchanges, a rank still takes its part
-    one = _least(request, limits.lb, _crossing(limits)) + request.model.call_seconds
-    return min(one, least_of_two_hops(request, limits))
+    return min(least_of_one_hop(request, limits) + request.model.call_seconds, least_of_two_hops(request, limits))
 
 
 def least_of_sharing(request: Request, limits: Bounds) -> float:
