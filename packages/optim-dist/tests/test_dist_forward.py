@@ -499,6 +499,23 @@ def compiled_before_the_first_step(rank, world_size):
 
 
 @scenario(2)
+def compiled_in_place_without_a_break(rank, world_size):
+    for options in ({"accumulation_steps": 1}, {"debug": True}):
+        for is_first in (True, False):
+            torch._dynamo.reset()
+            net = Net(device_of(rank))
+            for block in net.blocks if is_first else ():
+                block.compile(backend="eager", fullgraph=True)
+            optimizer = optimizer_of(net, **options)
+            delay_gathers(optimizer)
+            for block in () if is_first else net.blocks:
+                block.compile(backend="eager", fullgraph=True)
+            # without hooks inside, equal blocks are compiled once
+            with torch._dynamo.config.patch(error_on_recompile=is_first):
+                assert losses(rank, net, optimizer) == expected(rank)
+
+
+@scenario(2)
 def compiled_after_the_first_step(rank, world_size):
     torch._dynamo.reset()
     net = Net(device_of(rank))

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from optim_dist._reduction.compiled import is_compiled
+
 # attributes that are views of a tensor's values; all others, and these methods, ask for its form alone
 _VIEWS = ("T", "mT", "H", "mH", "data", "real", "imag")
 _FORM = {
@@ -47,8 +49,10 @@ class _OutermostForward:
         self._is_on: list[bool] = []
 
     def begin(self, module: nn.Module, arguments: Any) -> None:
-        # an evaluation waits for all parameters, and the compiler would trace the mode
-        self._is_on.append(torch.is_grad_enabled() and not torch.compiler.is_compiling() and not any(self._is_on))
+        # an evaluation waits for all parameters, the compiler would trace the mode, and what is compiled would be
+        # compiled anew under it
+        is_watched = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not any(self._is_on)
+        self._is_on.append(is_watched and not any(map(is_compiled, module.modules())))
         if self._is_on[-1]:
             self._begun()
             self._mode.__enter__()

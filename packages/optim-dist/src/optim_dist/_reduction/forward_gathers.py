@@ -5,17 +5,16 @@ modules' ``state_dict`` and ``load_state_dict``, and the first module that runs 
 parameters only by others within it, wait for all buckets.
 
 Hooks do not see a parameter that is used without the forward of a module that holds it (the output projection of
-``nn.MultiheadAttention``, a weight handed to ``F.linear``), nor one inside a compiled region that is no module of the
-model. Such a parameter has a gradient though none of its modules has run with gradients. The first step, before which
-nothing is in flight, finds such parameters; from then on every step waits for their buckets at its end. One that turns
-up later may have been read before its gather ended, and is an error. Not found is a parameter that is read before its
-module runs in the same pass, unless every operation is watched (``watches_reads``, see ``early_reads``): then it is an
-error when its module begins.
+``nn.MultiheadAttention``, a weight handed to ``F.linear``), nor one inside a compiled region, unless that is entered by
+a wrapper in the model (see ``compiled``). Such a parameter has a gradient though none of its modules has run with
+gradients. The first step, before which nothing is in flight, finds such parameters; from then on every step waits for
+their buckets at its end. One that turns up later may have been read before its gather ended, and is an error. Not found
+is a parameter that is read before its module runs in the same pass, unless every operation is watched
+(``watches_reads``, see ``early_reads``): then it is an error when its module begins.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from optim_dist._reduction.collectives import Communicator
+from optim_dist._reduction.compiled import inside_regions, is_wrapped
 from optim_dist._reduction.early_reads import watch
 from optim_dist._reduction.storage import Member, ParameterBucket
 
@@ -43,14 +43,13 @@ class ForwardGathers:
         self._handles: list[Any] = []
         # keyed by number of the module; hooks get at it only through self, so that a copy's hooks wait for nothing
         self._held: dict[int, list[tuple[ParameterBucket, Member]]] = {}
-        compiled = [module for module in model.modules() if _is_compiled(module)]
-        inside = {id(inner) for outer in compiled for inner in outer.modules()} - {id(outer) for outer in compiled}
+        inside = inside_regions(model)
         for number, module in enumerate(model.modules()):
             within = [parameter for parameter in module.parameters() if id(parameter) in homes]
             if not within:
                 continue
             # before its region is entered, a compiled module waits for all parameters inside
-            own = within if _is_compiled(module) else module.parameters(recurse=False)
+            own = within if is_wrapped(module) else module.parameters(recurse=False)
             held = [homes[id(parameter)] for parameter in own if id(parameter) in homes]
             if id(module) not in inside:
                 # one that holds none of its own is hooked for evaluations, which may read what is within in any way
@@ -62,8 +61,7 @@ class ForwardGathers:
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
             self._handles.append(module.register_state_dict_pre_hook(self._before_state))
             self._handles.append(module.register_load_state_dict_pre_hook(self._before_state))
-        # a compiled module waits for all parameters inside, and what is compiled would be compiled anew under a mode
-        if watches_reads and not compiled:
+        if watches_reads and id(model) not in inside:
             self._handles += watch(model, self._begin, self._before_read)
         hooked = {id(member) for held in self._held.values() for _, member in held}
         for bucket, member in self._members():
@@ -158,8 +156,8 @@ class ForwardGathers:
         held = self._held.get(number, [])
         if not torch.compiler.is_compiling():
             self._enter(held)
-        elif self.in_flight:
-            # compiled after the first step: correct, at the price of a graph break
+        elif any(bucket.deferred for bucket, _ in held) if torch.is_grad_enabled() else self.in_flight:
+            # compiled after the first step, else the step would have waited: correct, at the price of a graph break
             torch.compiler.disable(self._enter)(held)
 
     def _before_evaluation(self, module: nn.Module, arguments: Any) -> None:
@@ -201,9 +199,3 @@ class ForwardGathers:
 
     def _before_state(self, *arguments: Any) -> None:
         self.wait()
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    # without importing Dynamo, which takes seconds: if it is not loaded, nothing is compiled
-    dynamo = sys.modules.get("torch._dynamo")
-    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
