@@ -1,7 +1,7 @@
 """Which modules of a model are compiled, and which of them run inside of a compiled region.
 
-    torch.compile(module)    a module around it, whose hooks run before the region is entered
-    module.compile()         the same module, whose own hooks are compiled, too
+torch.compile(module)    a module around it, whose hooks run before the region is entered
+module.compile()         the same module, whose own hooks are compiled, too
 """
 
 from __future__ import annotations
