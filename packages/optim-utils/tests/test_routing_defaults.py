@@ -381,6 +381,16 @@ def test_parameters_called_like_wrappers_or_tied_to_a_fused_weight():
     assert table["tied"].num_matrices == 3
 
 
+def test_convolutions_whose_memory_allows_no_view_are_refused():
+    model = nested({"a": nn.Conv2d(8, 6, 3, bias=False)})
+    model.a.weight.data = torch.zeros(3, 8, 6, 3).permute(2, 1, 3, 0)
+    with pytest.raises(UnroutedParameterError, match=r"strides \(3, 18, 1, 144\) allow no view as \(6, 72\)"):
+        route_parameters(model)
+    assert route_parameters(model, Rule("a.weight", to="adamw"))[0].kind == "adamw"
+    model.to(memory_format=torch.channels_last)
+    assert route_parameters(model)[0].num_matrices == 1
+
+
 def test_unknown_parameters_go_to_adamw_only_when_told_to():
     table = route_parameters(refused(), on_unknown="adamw")
     assert counts(table) == (1, 1, len(table) - 1)

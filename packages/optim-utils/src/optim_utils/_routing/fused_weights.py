@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from torch import nn
+from torch import Tensor, nn
 
 from optim_utils._combined_linear import CombinedLinear
 from optim_utils._routing.leaf import CONVOLUTIONS, Convolution, Leaf, Refusal, matcher
@@ -138,7 +138,15 @@ def _flattening_view(leaf: Leaf, matrix_shape: tuple[int, ...]) -> MatrixView:
     strides = leaf.param.stride()
     inner = sorted(range(1, len(leaf.shape)), key=lambda dim: -strides[dim])
     is_permuted = not leaf.param.is_contiguous() and inner != sorted(inner)
-    return MatrixView(shape=leaf.shape, order=(0, *inner) if is_permuted else (), matrix_shape=matrix_shape)
+    view = MatrixView(shape=leaf.shape, order=(0, *inner) if is_permuted else (), matrix_shape=matrix_shape)
+    # the parts of a DTensor may be laid out in their own way
+    if type(leaf.param) in (Tensor, nn.Parameter):
+        try:
+            view.views(leaf.param.detach())
+        except ValueError:
+            reason = f"strides {strides} allow no view as {matrix_shape}; make it contiguous"
+            raise Refusal(reason, "to='adamw'") from None
+    return view
 
 
 def _is_stored_transposed(leaf: Leaf) -> bool:
