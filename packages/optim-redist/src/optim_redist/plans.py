@@ -91,7 +91,8 @@ class Plan:
         """All that ranks have to agree on, as lines of "path: value", one for each number or name in ``to_json``.
 
         Layouts appear in canonical form and without names of axes, so plans between layouts of equal ownership have
-        equal texts, however the layouts are written. Layouts with pending reductions appear as they are written.
+        equal texts, however the layouts are written. Layouts with pending reductions, and those of a plan for which the
+        notebook's planner was asked, appear as they are written.
         """
         found = self.to_json()
         for name in ("src", "dst", "alternatives"):
