@@ -150,8 +150,8 @@ def to_placements(layout: Layout, shape: Sequence[int]) -> Placements:
     """torch's placements for ``layout``, one per mesh axis; orders of axes are in their ``shard_order``.
 
     Raises:
-        NotRepresentableError: if no placements of torch express the layout. Strided shards are found of what is written as
-            ``Strided``, and of ``Block`` and ``Cyclic`` over even sizes.
+        NotRepresentableError: if no placements of torch express the layout. Strided shards are found of what is
+            written as ``Strided``, and of ``Block`` and ``Cyclic`` over even sizes.
     """
     placements, order = placements_of(layout, shape, flat=_cuts_flat())
     return Placements([_theirs(placement) for placement in placements], order)

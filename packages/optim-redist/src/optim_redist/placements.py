@@ -126,8 +126,8 @@ def placements_of(layout: Layout, shape: Sequence[int], *, flat: bool = False) -
     ``flat`` says how strided shards are cut, as for ``layout_from``.
 
     Raises:
-        NotRepresentableError: if torch's splitting cannot give this layout, or only in millions of pieces. Strided shards
-            are found of what is written as ``Strided``, and of ``Block`` and ``Cyclic`` over even sizes.
+        NotRepresentableError: if torch's splitting cannot give this layout, or only in millions of pieces. Strided
+            shards are found of what is written as ``Strided``, and of ``Block`` and ``Cyclic`` over even sizes.
     """
     layout.check_shape(shape)
     placements = [REPLICATE] * layout.mesh.num_axes
