@@ -468,9 +468,9 @@ def test_a_report_is_a_table():
 
 
 def test_reports_never_show_contents():
-    bag = Bag(a="secret", t=torch.tensor([12345.0]))
-    text = str(bag.load_state_dict({"a": torch.tensor([54321.0]), "t": "hidden"}))
-    for content in ("secret", "12345", "54321", "hidden"):
+    bag = Bag(a="secret", t=torch.tensor([12345.0]), by_tensor={torch.tensor([67890.0]): torch.zeros(1)})
+    text = str(bag.load_state_dict({"a": torch.tensor([54321.0]), "t": "hidden", "by_tensor": {}}))
+    for content in ("secret", "12345", "54321", "hidden", "67890"):
         assert content not in text
 
 

@@ -74,7 +74,9 @@ OTHER_KEYS = [(1, 2), ("l", 0), ("t", 0), ("t", "x"), b"x", 1j, frozenset(), tor
 def test_other_keys_are_refused_with_their_path(function, key):
     with pytest.raises(TypeError) as error:
         function({"a": {key: 1}})
-    assert repr(key) in str(error.value)
+    # of a tensor no contents
+    assert (f"Tensor of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)) in str(error.value)
+    assert "tensor(" not in str(error.value)
     assert '["a", ' in str(error.value)
     with pytest.raises(TypeError):
         function({key: 1})

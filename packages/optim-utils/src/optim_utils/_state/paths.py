@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii
 from typing import NamedTuple
 
+from torch import Tensor
+
 Key = str | int | float | bool | None
 
 
@@ -44,17 +46,23 @@ def encode_item(item: object) -> str:
         return int.__repr__(item)
     if type(item) in _KEY_TYPES or type(item) is SequenceItem:
         return json.dumps(item)
-    raise TypeError(f"keys of a state have to be str, int, float, bool or None, got {item!r} ({type(item).__name__})")
+    raise TypeError(f"keys of a state have to be str, int, float, bool or None, got {_in_words(item)}")
+
+
+def _in_words(key: object) -> str:
+    """What a key is that JSON cannot hold; of a tensor no contents."""
+    name = type(key).__name__
+    return f"{name} of shape {tuple(key.shape)}" if isinstance(key, Tensor) else f"{key!r} ({name})"
 
 
 def encode_path(path: Path) -> str:
-    """The key of ``path``; keys that JSON cannot hold are shown as their ``repr``, so that errors can name any path."""
+    """The key of ``path``; keys that JSON cannot hold are shown in words, so that errors can name any path."""
     parts = []
     for item in path:
         try:
             parts.append(encode_item(item))
         except TypeError:
-            parts.append(json.dumps(repr(item)))
+            parts.append(json.dumps(_in_words(item)))
     return "[" + ", ".join(parts) + "]"
 
 
