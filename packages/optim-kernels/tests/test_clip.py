@@ -184,9 +184,56 @@ def test_a_captured_list_does_not_disturb_one_that_starts_alike(monkeypatch: pyt
     with monkeypatch.context() as patched:
         for module in ("_gradient_norm", "_norm_launches"):
             patched.setattr(f"optim_kernels.{module}.is_capturing", lambda device: True)
+        used = []
         for grads in ((first, other), (first, second), (first, second)):
             torch.testing.assert_close(norm(*grads), exact(*grads))
+            used.append(norms._refreshed(norms.look_at(grads), 2.0))
+        # launches in a graph may run beside others, so each has scratch of its own
+        assert len({id(part) for parts in used for part in parts or ()}) == 3
     torch.testing.assert_close(norm(first, second), exact(first, second))
+
+
+@pytest.mark.parametrize("any_stream", [False, True])
+def test_lists_that_come_again_are_only_looked_at(any_stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    split_of, splits = GradientNorms._split_of, []
+
+    def count(self: GradientNorms, grads: Any) -> Any:
+        splits.append(1)
+        return split_of(self, grads)
+
+    monkeypatch.setattr(GradientNorms, "_split_of", count)
+    norms = GradientNorms("triton", any_stream=any_stream)
+    lists = [[torch.randn(5000, device=DEVICE), torch.randn(30, device=DEVICE)] for _ in range(2)]
+    for turn in range(3):
+        for grads in lists:
+            grads[1].normal_()
+            exact = torch.cat(grads).norm()
+            torch.testing.assert_close(norms.clip_(grads, 2.0, 1.0), exact)
+            torch.testing.assert_close(norms.norm(grads, 2.0), torch.ones_like(exact))
+        # a list without streams has one set of tables
+        assert any_stream is False or len(splits) == 2, turn
+
+
+def test_lists_that_start_alike_are_told_apart() -> None:
+    norms = GradientNorms("triton")
+    first, second, other = (torch.randn(5000, device=DEVICE) for _ in range(3))
+    for grads in [(first, second), (first, other), (first, second), (first,), (first, second)]:
+        torch.testing.assert_close(norms.norm(grads, 2.0), torch.cat(grads).norm())
+
+
+def test_memory_that_becomes_a_gradient_of_another_dtype_is_read_as_such() -> None:
+    norms, memory = GradientNorms("triton"), torch.randn(10_000, device=DEVICE).bfloat16()
+    for grad in (memory[:5000], memory.view(torch.float32), memory[:5000]):
+        for _ in range(2):
+            torch.testing.assert_close(norms.norm([grad], 2.0), grad.float().norm())
+
+
+def test_a_gradient_that_is_listed_twice_is_not_scaled_twice_at_once() -> None:
+    norms, grad = GradientNorms("triton"), torch.ones(5000, device=DEVICE)
+    for _ in range(2):
+        norms.norm([grad, grad], 2.0)
+        assert not norms.scale_([grad, grad], torch.tensor(0.5, device=DEVICE))
+    assert torch.equal(grad, torch.ones_like(grad))
 
 
 def test_norm_of_bf16_has_all_its_digits() -> None:
