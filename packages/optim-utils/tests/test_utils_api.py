@@ -5,6 +5,7 @@ import importlib
 import pickle
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -95,3 +96,11 @@ def test_public_classes_can_be_copied_and_pickled(name):
         assert repr(twin) == repr(value) or type(twin).__repr__ is object.__repr__
     if name == "CombinedLinear":
         assert torch.equal(copy.deepcopy(value).combined_weight, value.combined_weight)
+
+
+def test_a_thread_that_imports_dtensors_disturbs_no_other(monkeypatch):
+    # as it is while the import goes on
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", ModuleType("torch.distributed.tensor"))
+    x = torch.ones(64)
+    assert torch.equal(optim_utils.dequantize(optim_utils.quantize(x, optim_utils.INT8)), x)
+    assert torch.equal(optim_utils.stochastic_round(x, torch.bfloat16).float(), x)

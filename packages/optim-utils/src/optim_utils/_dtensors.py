@@ -12,5 +12,6 @@ if TYPE_CHECKING:
 
 def is_dtensor(value: object) -> TypeIs[DTensor]:
     """Whether ``value`` is a DTensor; if nobody has imported the class, it cannot be one."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+    # while another thread imports the module, it lacks the class
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
