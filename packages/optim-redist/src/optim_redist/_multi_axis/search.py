@@ -71,8 +71,8 @@ def cheapest_moves(
     Start and target differ; ``elements`` are those of the most loaded rank at each.
     Block lengths of a dimension are 1, those of its two ends, and their multiples and divisors by sizes of mesh axes.
     Other lengths are not worth trying, unless to hold just as much as the target before an exchange: as long as a
-    dimension is split, its block changes by factors that are sizes of axes, and of the lengths that allow the same steps
-    the shortest leaves no rank with more.
+    dimension is split, its block changes by factors that are sizes of axes, and of the lengths that allow the same
+    steps the shortest leaves no rank with more.
     The target itself is always wanted.
     """
     start_size, target_size = elements
