@@ -907,6 +907,11 @@ def test_what_stays_is_not_copied() -> None:
     view = redistribute_local(mine, (8, 8), whole, split, copy=False)
     assert view.data_ptr() == mine.data_ptr()
     assert redistribute_local(mine, (8, 8), whole, split).data_ptr() != mine.data_ptr()
+    # programs have no gradients, and what is called without gradients has none
+    parameter = torch.nn.Parameter(mine)
+    assert not compile(plan((8, 8), "float32", whole, split))(parameter, copy=False).requires_grad
+    with torch.no_grad():
+        assert not redistribute_local(parameter, (8, 8), whole, split, copy=False).requires_grad
 
 
 def test_starting_a_reduction_keeps_the_value_at_one_rank() -> None:

@@ -119,7 +119,7 @@ class Program:
             if self._keeps_all:
                 return Handle(done(x)) if async_op else x
             if not copy and not async_op:
-                return x[self._kept]
+                return x.detach()[self._kept]
         self._refusals.check_resolving(x)
         given = x if x is not None else out
         device = given.device if given is not None else device or collectives.device_of(self.team)
