@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from optim_kernels._impl import is_interpreted
-from optim_kernels.functional import MuonMomenta, MuonPlan, adamw_, apply_muon_update_, muon_, muon_update
+from optim_kernels.functional import MuonMomenta, MuonPlan, MuonUpdates, adamw_, apply_muon_update_, muon_, muon_update
 from optim_utils.testing import run_ranks
 
 KERNELS = ["triton"] if is_interpreted() else []
@@ -126,3 +128,25 @@ def _numbers(rank: int, world_size: int) -> None:
 def test_hyperparameters_may_be_dtensors() -> None:
     """Plain torch's Muon found that it cannot compute with them when momentum had moved."""
     run_ranks(_numbers, 1, backend="gloo")
+
+
+def _read_on_the_device(rank: int, world_size: int) -> None:
+    """Where kernels follow the addresses of hyperparameters, as they do on a GPU."""
+    found = []
+    with ExitStack() as patches:
+        for module in ("_device_scalars", "_adamw_scalars", "_adamw_launch", "_element_launch"):
+            name = f"optim_kernels.functional.{module}.on_device"
+            patches.enter_context(mock.patch(name, lambda value: isinstance(value, Tensor)))
+        for spread_or_not in (Tensor.clone, spread):
+            lr, beta1, beta2 = map(spread_or_not, torch.tensor([0.25, 0.8, 0.9]).unbind())
+            of_adamw, of_muon = lists(OF_ADAMW), lists(["params", "updates"])
+            adamw_(**of_adamw, steps=torch.zeros(()), impl="triton", **{**ADAMW, "lr": lr, "betas": (beta1, beta2)})
+            MuonUpdates().step(**of_muon, lr=lr, weight_decay=0.1)
+            found.append([*of_adamw.values(), *of_muon.values()])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    assert not bool((found[0][0][0] == 0.5).any()), "a step was taken"
+
+
+@pytest.mark.skipif(not KERNELS, reason="is patched into kernels that are interpreted")
+def test_kernels_read_hyperparameters_that_are_dtensors() -> None:
+    run_ranks(_read_on_the_device, 1, backend="gloo")

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from optim_kernels._dtensors import whole
 from optim_kernels.functional._device_scalars import on_device
 from optim_kernels.reference.adamw import AdamWScalars
 
@@ -51,6 +52,6 @@ def write_betas(table: Tensor, scalars: Sequence[AdamWScalars]) -> None:
     for row, each in zip(table, scalars, strict=True):
         for column, beta in enumerate((each.beta1, each.beta2), start=2):
             if on_device(beta):
-                value = beta.detach().reshape(()).double()
+                value = whole(beta).detach().reshape(()).double()
                 row[column].copy_(value)
                 torch.log2(value, out=row[column + 2])

@@ -17,8 +17,11 @@ def on_device(value: object) -> TypeGuard[Tensor]:
 
 
 def readable(value: Scalar, device: torch.device) -> Scalar:
-    """A hyperparameter that a kernel on ``device`` can read: fp32 there, or a number."""
-    return value.detach().to(device=device, dtype=torch.float32) if on_device(value) else value
+    """A hyperparameter that a kernel on ``device`` can read: fp32 there, a DTensor in full; or a number."""
+    if not on_device(value):
+        return value
+    number: Tensor = whole(value)
+    return number.detach().to(device=device, dtype=torch.float32)
 
 
 def brought_to(device: torch.device, value: Scalar) -> Scalar:
