@@ -304,6 +304,14 @@ def test_no_planner_takes_less_than_a_plan_says_that_it_takes_at_least() -> None
     assert compared > 500
 
 
+def test_where_relays_move_no_less_explain_names_none() -> None:
+    mesh = Mesh((2, 3, 2))
+    made = plan((24, 24, 12), "bf16", Layout(mesh, [None, None, 2], {1: "sum"}), Layout(mesh, [None, 2, (0, 1)]))
+    limits = made.bounds
+    assert best_relay(Problem(made.shape, made.src, made.dst), limits) == ("direct", limits.single_hop)
+    assert "no relay would move less; no closer, since contributions have to meet" in made.explain()
+
+
 def test_what_two_exchanges_divide_may_be_quicker_by_a_measured_curve() -> None:
     # each of the two moves half of what one of them would, where the curve bends
     mesh = Mesh(4)

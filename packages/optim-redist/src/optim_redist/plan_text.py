@@ -268,6 +268,8 @@ def _relays(plan: Plan) -> list[str]:
     line = f"relayed, {name} would move {moved}, which closes {closed:.0%} of the gap"
     if closed >= 0.5:
         return [line]
+    if not closed:
+        line = "no relay would move less"
     why = "only ranks that need an element can pass it on without receiving more, and these have no room left"
     if plan.src.partial:
         why = "contributions have to meet at some rank, which then receives them; the bound counts holders and needers"
