@@ -185,6 +185,8 @@ def test_errors_name_the_tensor() -> None:
     assert redistribute_many([]) == []
     with pytest.raises(RedistError, match="bucket_bytes"):
         redistribute_many([], bucket_bytes=0)
+    with pytest.raises(RedistError, match="donate is True or False, got 'no'"):
+        redistribute_many([], donate="no")  # type: ignore[call-overload]
 
 
 def test_no_tensors_come_as_asked_for() -> None:

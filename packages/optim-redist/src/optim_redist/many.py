@@ -31,7 +31,7 @@ from optim_redist.cost import CommModel
 from optim_redist.errors import LayoutError, RedistError
 from optim_redist.handle import Handle, done
 from optim_redist.layout import Layout, PartialInit
-from optim_redist.planning import plan, whole_bytes
+from optim_redist.planning import check_choices, plan, whole_bytes
 from optim_redist.plans import Plan
 
 _CACHE_SIZE = 64
@@ -183,13 +183,14 @@ def redistribute_many(
             (compared if all are strings).
         UnsupportedError: if ``memory_limit`` has no room for the copies that resolve pending conjugations or negations
             of tensors.
-        RedistError: for ``bucket_bytes`` or a ``memory_limit`` that is no such number.
+        RedistError: for ``bucket_bytes`` or a ``memory_limit`` that is no such number, or ``donate`` that is no choice.
     """
     # not "< 1", which is false for NaN
     if not isinstance(bucket_bytes, Real) or not bucket_bytes >= 1:
         raise RedistError(f"bucket_bytes must be positive, got {bucket_bytes!r}")
     if not hasattr(items, "__len__") or not hasattr(items, "__getitem__"):
         raise LayoutError(f"items is a {type(items).__name__}, this takes a dict or a list of Item")
+    check_choices(donate=donate)
     limit = whole_bytes(memory_limit)
     names = _in_order(items) if isinstance(items, Mapping) else list(range(len(items)))
     chosen = [_as_item(name, cast(Any, items)[name]) for name in names]

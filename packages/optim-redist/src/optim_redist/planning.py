@@ -154,7 +154,7 @@ def plan(
         _check_arguments(src, dst, cost_model, topology, planners)
         shape = int_tuple(sizes, "sizes")
         check_partial_init(partial_init)
-        _check_choices(donate=donate, relabel=relabel, deterministic=deterministic)
+        check_choices(donate=donate, relabel=relabel, deterministic=deterministic)
         if not isinstance(budget, int) or budget < 0:
             raise RedistError(f"budget must be a whole number of states, 0 or more, got {budget!r}")
         if dst.partial:
@@ -196,7 +196,7 @@ def _check_arguments(src: Any, dst: Any, cost_model: Any, topology: Any, planner
         raise RedistError(f"planners is {planners!r}; give a list of names")
 
 
-def _check_choices(**choices: object) -> None:
+def check_choices(**choices: object) -> None:
     """Raise ``RedistError`` for what is neither True nor False: a text such as "no" would count as True."""
     for name, value in choices.items():
         if not isinstance(value, bool):
