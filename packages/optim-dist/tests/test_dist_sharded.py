@@ -549,6 +549,30 @@ def nothing_is_sent_by_an_elementwise_step(rank, world_size):
     assert optimizer.communicator.num_calls == before
 
 
+@scenario(2, 4)
+def explain_says_what_exchanged_matrices_send(rank, world_size):
+    mesh, shapes = mesh_of(world_size), ((8, 4), (4, 8), (4, 12), (8, 8))
+    cut, twins = placed([*shapes, (5,)], mesh, [(Shard(0),)] * 2 + [(Shard(1),)] * 2 + [(Replicate(),)])
+    for beta2, of_moments in ((None, 0), (0.95, 4 * (8 + 8 + 12 + 8))):
+        muon_group = {"kind": "muon", "params": cut[:-1], "impl": "torch", "beta2": beta2}
+        optimizer = TritonDistMuonAdamW([muon_group, {"kind": "adamw", "params": cut[-1:]}])
+        assert optimizer.explain().data["bytes_exchanged"] is None
+        for step in range(2):
+            before = optimizer.communicator.bytes_sent
+            give_gradients(cut, twins, step)
+            optimizer.step()
+            sent = optimizer.communicator.bytes_sent - before
+            explained = optimizer.explain()
+            assert explained.data["bytes_exchanged"] == sent
+            assert f"of DTensors this rank sends {sent} bytes a step" in explained
+            assert "none, there are only DTensors" in explained
+            # (W-1)/W of the matrices' bytes each way, and second moments to all
+            total = sum(optimizer.communicator.gather_json(sent))
+            nbytes = sum(4 * height * width for height, width in shapes)
+            assert total == (world_size - 1) * (2 * nbytes / world_size + of_moments)
+        optimizer.close()
+
+
 @pytest.mark.slow
 @scenario.parametrize()
 def test_sharded(backend, world_size, name):

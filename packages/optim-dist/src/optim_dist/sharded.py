@@ -152,6 +152,11 @@ class UnbucketedParameters:
         return {} if self._muon is None else self._muon.owners
 
     @property
+    def bytes_exchanged(self) -> int | None:
+        """What this rank sends in a step; None before the first one that exchanges matrices."""
+        return 0 if self._muon is None else self._muon.bytes_sent
+
+    @property
     def plain_torch_reasons(self) -> dict[int, str]:
         """Why the momentum or update of a sharded matrix was in plain torch in the last step, by plan index."""
         return {} if self._muon is None else self._muon.plain_torch_reasons

@@ -64,7 +64,11 @@ class Move(NamedTuple):
 
 
 class Exchange:
-    """Many moves as one all-to-all, planned once, with memory that is lent for the time of one exchange."""
+    """Many moves as one all-to-all, planned once, with memory that is lent for the time of one exchange.
+
+    Attributes:
+        bytes_sent: what this rank sends in one.
+    """
 
     def __init__(
         self,
@@ -76,6 +80,10 @@ class Exchange:
     ) -> None:
         plans = [plan(m.shape, m.dtype, m.source, m.target, planners=("direct",)) for m in moves]
         self._communicator = communicator
+        rank = communicator.ranks[communicator.rank]
+        self.bytes_sent = sum(
+            phase.sent().get(rank, 0) * made.itemsize for made in plans for _, phases in made.phases for phase in phases
+        )
         self._repeated = RepeatedExchange(
             plans, communicator.device, group=communicator.group, sources=sources, targets=targets
         )
@@ -86,6 +94,7 @@ class Exchange:
 
     def start(self) -> Waitable:
         """Send; ``wait()`` gives this rank's targets, None where it has none."""
+        self._communicator.traffic.add(self.bytes_sent)
         return self._communicator.named(self._repeated.start(), "exchange of matrices")
 
     def release(self) -> None:
@@ -146,6 +155,11 @@ class Batch:
         self._spread.release()
 
     @property
+    def bytes_sent(self) -> int:
+        """What this rank sends in a step."""
+        return self._collect.bytes_sent + self._spread.bytes_sent
+
+    @property
     def plain_torch_reasons(self) -> dict[int, str]:
         """Why the momentum or update of local shards used plain torch in the last step; keyed by index in the plan."""
         return self._updates.sorter.reasons | self._momenta.sorter.reasons
@@ -184,6 +198,11 @@ class ShardedMuon:
                 arriving = following
         assert leaving is not None, "there is at least one batch"
         batches[-1].finish(by_index, leaving.wait())
+
+    @property
+    def bytes_sent(self) -> int | None:
+        """What this rank sends in a step; None before the first."""
+        return sum(batch.bytes_sent for batch in self._batches) if self._batches else None
 
     @property
     def plain_torch_reasons(self) -> dict[int, str]:

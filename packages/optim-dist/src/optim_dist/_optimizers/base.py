@@ -368,6 +368,7 @@ class DistOptimizer(StatefulOptimizer):
             buckets=self._bucketed.buckets,
             owners=self._unbucketed.owners,
             plain_torch_reasons=self._unbucketed.plain_torch_reasons,
+            bytes_exchanged=self._unbucketed.bytes_exchanged,
             state_bytes=sum(nbytes(value) for state in self.state.values() for value in state.values()),
             gradient_bytes=self._bucketed.gradient_bytes,
             multipliers=given_multipliers(self._entries),

@@ -31,6 +31,7 @@ def explain(
     buckets: Sequence[ParameterBucket],
     owners: Mapping[int, int],
     plain_torch_reasons: Mapping[int, str],
+    bytes_exchanged: int | None,
     state_bytes: int,
     gradient_bytes: int,
     multipliers: Mapping[str, tuple[float, float]],
@@ -41,6 +42,7 @@ def explain(
     Args:
         owners: for each matrix that is cut over ranks, the rank that orthogonalizes it, by plan index.
         plain_torch_reasons: why the grouped launches of the last step left out this rank's part of such a matrix.
+        bytes_exchanged: what this rank sends of such matrices in a step; None before the first.
         state_bytes: bytes of this rank's states.
         gradient_bytes: bytes of the gradients of its buckets.
         multipliers: keyed by parameter name: the factors of lr and weight_decay, where one is not 1.
@@ -55,6 +57,7 @@ def explain(
     data |= {
         "multipliers": {name: dict(zip(ATTRIBUTES, pair)) for name, pair in multipliers.items()},
         "sharded": _described_sharded(plan, owners, plain_torch_reasons),
+        "bytes_exchanged": bytes_exchanged,
         "rank": communicator.rank,
         "state_bytes": state_bytes,
         "bytes_sent": communicator.bytes_sent,
@@ -94,7 +97,8 @@ def _lines(plan: Plan, options: Options, data: dict[str, Any]) -> list[str]:
     """What ``explain`` says, in lines."""
     lines = [plan_text(plan, data), ""]
     if data["sharded"]:
-        lines += [*_sharded_table(data["sharded"]), "", *_plain_lines(data["sharded"])]
+        lines += [*_sharded_table(data["sharded"]), "", _exchange_line(data["bytes_exchanged"]), ""]
+        lines += _plain_lines(data["sharded"])
     if data["multipliers"]:
         rows = [(name, *map(str, factors.values())) for name, factors in data["multipliers"].items()]
         lines += [*_table(("multiplied of the group's", *ATTRIBUTES.values()), rows), ""]
@@ -122,6 +126,11 @@ def _sharded_table(sharded: Sequence[dict[str, Any]]) -> list[str]:
     header = ("DTensor", "shape", "dtype", "route", "group", "stays", "orthogonalized by")
     owners = ["" if entry["owner"] is None else f"rank {entry['owner']}" for entry in sharded]
     return _table(header, [(*_cells(entry), entry["sharding"], owner) for entry, owner in zip(sharded, owners)])
+
+
+def _exchange_line(nbytes: int | None) -> str:
+    sent = "what the first step will show" if nbytes is None else f"{nbytes:,} bytes a step"
+    return f"of DTensors this rank sends {sent}, beside what it sends of buckets"
 
 
 def _described(spec: ParameterSpec) -> dict[str, Any]:
@@ -155,6 +164,8 @@ def phases(plan: Plan, options: Options, communicator: Communicator) -> dict[str
     """Which parts of a step overlap with which, and why one does not."""
     if plan.world_size == 1:
         return {"collectives": "none, there is one rank"}
+    if not plan.buckets:
+        return {"collectives of buckets": "none, there are only DTensors, whose gradients arrive reduced"}
     if not options.overlap:
         backward = "off: overlap=False"
     elif communicator.waits_on_host and options.reducer == "rs":

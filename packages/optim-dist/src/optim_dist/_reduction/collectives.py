@@ -46,6 +46,11 @@ class Traffic:
     bytes_sent: int = 0
     num_calls: int = 0
 
+    def add(self, nbytes: int) -> None:
+        """Count a collective in which this rank sends ``nbytes``."""
+        self.bytes_sent += nbytes
+        self.num_calls += 1
+
 
 class Communicator:
     """One process group seen by an optimizer; with one rank no collective ever runs.
@@ -218,8 +223,7 @@ class Communicator:
 
     def send(self, flat: Tensor, to: int) -> Waitable:
         """Send ``flat [N]`` to a global rank, which receives as many elements."""
-        self.traffic.num_calls += 1
-        self.traffic.bytes_sent += flat.nbytes
+        self.traffic.add(flat.nbytes)
         return self._started_to(dist.isend, to, f"sending to rank {to}", flat)
 
     def receive(self, flat: Tensor, source: int) -> Waitable:
@@ -282,8 +286,7 @@ class Communicator:
         return flat[self.rank * chunk : (self.rank + 1) * chunk]
 
     def _count(self, flat: Tensor) -> None:
-        self.traffic.num_calls += 1
-        self.traffic.bytes_sent += flat.numel() // self.world_size * (self.world_size - 1) * flat.element_size()
+        self.traffic.add(flat.numel() // self.world_size * (self.world_size - 1) * flat.element_size())
 
 
 def _world() -> dist.ProcessGroup | None:
