@@ -39,6 +39,12 @@ def test_namespaces_and_skipped_blocks(tmp_path):
         run_readme(document, shared=False)
 
 
+def test_a_space_before_the_language_hides_no_block(tmp_path):
+    document = tmp_path / "doc.md"
+    document.write_text("``` python\nx = 1\n```\n``` python skip\nraise RuntimeError\n```\n```text\nno python\n```\n")
+    assert run_readme(document) == 1
+
+
 def test_annotations_are_evaluated_as_in_the_readers_program(tmp_path):
     document = tmp_path / "doc.md"
     document.write_text("```python\ndef f(x: NotImported): ...\nf.__annotations__\n```\n")

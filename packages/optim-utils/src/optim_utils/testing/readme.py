@@ -14,7 +14,7 @@ from typing import Any
 
 _NAME = "readme_examples"
 # a fenced block whose first line says python; a word after it, as in ```python skip, is kept in `flags`
-_BLOCK = re.compile(r"^(?P<indent> *)```python(?P<flags>[^\n]*)\n(?P<code>.*?)^ *```", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^(?P<indent> *)``` *python(?P<flags>[^\n]*)\n(?P<code>.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 
 @contextmanager
