@@ -124,6 +124,7 @@ def test_memory_decides_where_a_quicker_plan_takes_more_of_it():
     made, why = decides((24, 16), (2, 3, 2), [0, (1, 2)], [(1, 2), None], 460)
     assert (made.planner, {step.rounds for step in made.steps}) == ("spread", {1})
     assert "memory: the plan takes" in why
+    assert "  naive: takes 40.0 µs, and its peak of 2376 bytes exceeds the limit of 460\n" in made.explain()
     _, why = decides((24, 16), (2, 3, 2), [0, (1, 2)], [(1, 2), None], planners=["spread"])
     assert "latency: 2 step(s) of 72 B at most are too small" in why
 

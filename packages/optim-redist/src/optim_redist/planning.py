@@ -289,7 +289,8 @@ def _decide(request: Request, asked: tuple[str, ...] | None) -> _Decision:
 
 def _why_not(loser: Candidate, winner: Candidate, request: Request) -> str:
     if request.memory_limit is not None and loser.peak_bytes > request.memory_limit:
-        return f"peak of {loser.peak_bytes} bytes exceeds the limit of {request.memory_limit}"
+        peak = f"its peak of {loser.peak_bytes} bytes exceeds the limit of {request.memory_limit}"
+        return f"takes {loser.seconds * 1e6:.1f} µs, and {peak}"
     if loser.seconds > winner.seconds:
         return f"takes {loser.seconds * 1e6:.1f} µs, {winner.planner} {winner.seconds * 1e6:.1f} µs"
     more_steps, higher = len(loser.steps) > len(winner.steps), loser.peak_bytes > winner.peak_bytes
