@@ -114,6 +114,8 @@ def _what_would_be_lost(layer: nn.Module) -> str | None:
 def uncombine_linears(model: nn.Module) -> list[str]:
     """Replace every `CombinedLinear` in ``model`` by a ``torch.nn.Linear``, in place; return their names.
 
+    Subclasses stay, and so do layers with parametrizations, which torch makes subclasses of.
+
     Raises:
         TypeError: for a model that is no module.
         ValueError: before anything is replaced, for a layer whose parameter is tied or that has something that would be
