@@ -28,7 +28,7 @@ _VERSION = 1
 
 
 class Alternative(NamedTuple):
-    """A plan that was not chosen, and why."""
+    """A plan that was not chosen, and why; of a planner that was not asked, the least seconds that it can take."""
 
     planner: str
     seconds: float
@@ -54,7 +54,7 @@ class Plan:
         memory_limit: the limit that the plan respects, in bytes.
         donate: whether the source may be overwritten.
         deterministic: whether reductions run in rank order everywhere.
-        alternatives: the candidates that lost.
+        alternatives: the candidates that lost, and the planners that were not asked.
         partial_init: how pending reductions of the target begin.
     """
 
