@@ -16,7 +16,9 @@ is a parameter that is read before its module runs in the same pass, unless ever
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +28,9 @@ from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.compiled import inside_regions, is_wrapped
 from optim_dist._reduction.early_reads import watch
 from optim_dist._reduction.storage import Member, ParameterBucket
+
+# the methods that a model and the watch over it hold
+_HOOKS = ("_before_forward", "_before_evaluation", "_before_state", "_begin", "_before_read")
 
 
 class ForwardGathers:
@@ -150,7 +155,9 @@ class ForwardGathers:
             raise RuntimeError(
                 "the model is pickled while its parameters are gathered; call the optimizer's wait() first"
             )
-        return ForwardGathers, (nn.Module(), ())
+        # all of the standard library, since the model may be loaded where this package is not installed
+        does_nothing = nullcontext().__exit__  # whatever its arguments
+        return SimpleNamespace, (), dict.fromkeys(_HOOKS, does_nothing)
 
     def _before_forward(self, number: int, module: nn.Module, arguments: Any) -> None:
         held = self._held.get(number, [])
