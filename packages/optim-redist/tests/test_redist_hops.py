@@ -249,7 +249,7 @@ def test_a_lone_holder_in_a_node_leaves_the_rest_to_those_who_need_the_same() ->
     made = plan((24, 2), "bf16", src, dst, topology=Topology.from_mesh_axis(mesh, 0), planners=["hierarchical"])
     proven = verify(made)
     assert max(proven.sent.values()) == made.bounds.lb == 6
-    assert [step.op for step in made.steps] == ["fetch", "share"]
+    assert [(step.op, step.layout) for step in made.steps] == [("fetch", "on the way"), ("share", "[0, 1]")]
 
 
 @pytest.mark.parametrize("planner", ["naive", "collectives", "scatter", "hierarchical"])

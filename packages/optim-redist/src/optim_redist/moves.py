@@ -149,7 +149,7 @@ class Step(NamedTuple):
     Attributes:
         op: what it does.
         ranks: who takes part.
-        layout: where the elements are afterwards, as text.
+        layout: where the elements are afterwards, as text; "on the way" between the hops to the next layout.
         recv, send: elements of the busiest receiver and of the busiest sender.
         bytes: bytes of the busier of the two.
         seconds: predicted time.

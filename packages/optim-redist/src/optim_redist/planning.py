@@ -231,11 +231,10 @@ def whole_bytes(memory_limit: float | None) -> int | None:
 
 def _as_written(decision: _Decision, dtype: str, src: Layout, dst: Layout) -> Plan:
     """The plan between two layouts as the caller wrote them, from the decision for their canonical forms."""
-    # the last steps lead to the target, which their text has to show as the caller wrote it
+    # the last step leads to the target, which its text has to show as the caller wrote it
     steps, text = decision["steps"], str(dst)
-    last = steps[-1].layout
-    if last != text:
-        steps = tuple([step if step.layout != last else step._replace(layout=text) for step in steps])
+    if steps[-1].layout != text:
+        steps = (*steps[:-1], steps[-1]._replace(layout=text))
     made = object.__new__(Plan)
     # a frozen dataclass's __init__ sets field after field, which takes as long as computing all bounds
     vars(made).update(decision, dtype=dtype, src=src, dst=dst, steps=steps)

@@ -192,6 +192,8 @@ def from_phases(method: str, request: Request, *, op: str | None = None) -> Cand
                 request, op or moved.name, recv, send, peak, borders, rounds=rounds, copied=copied, combined=combined
             )
         )
+    # between the hops the elements are in no layout
+    steps[:-1] = [step._replace(layout="on the way") for step in steps[:-1]]
     stage = Stage(op or method, method, problem.src, problem.dst, rounds)
     sent, received = added_up(moved.sent for moved in found), added_up(moved.received for moved in found)
     busiest = max([*sent.values(), *received.values()], default=0)
