@@ -193,27 +193,6 @@ def test_a_captured_list_does_not_disturb_one_that_starts_alike(monkeypatch: pyt
     torch.testing.assert_close(norm(first, second), exact(first, second))
 
 
-@pytest.mark.parametrize("any_stream", [False, True])
-def test_lists_that_come_again_are_only_looked_at(any_stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    split_of, splits = GradientNorms._split_of, []
-
-    def count(self: GradientNorms, grads: Any) -> Any:
-        splits.append(1)
-        return split_of(self, grads)
-
-    monkeypatch.setattr(GradientNorms, "_split_of", count)
-    norms = GradientNorms("triton", any_stream=any_stream)
-    lists = [[torch.randn(5000, device=DEVICE), torch.randn(30, device=DEVICE)] for _ in range(2)]
-    for turn in range(3):
-        for grads in lists:
-            grads[1].normal_()
-            exact = torch.cat(grads).norm()
-            torch.testing.assert_close(norms.clip_(grads, 2.0, 1.0), exact)
-            torch.testing.assert_close(norms.norm(grads, 2.0), torch.ones_like(exact))
-        # a list without streams has one set of tables
-        assert any_stream is False or len(splits) == 2, turn
-
-
 def test_lists_that_start_alike_are_told_apart() -> None:
     norms = GradientNorms("triton")
     first, second, other = (torch.randn(5000, device=DEVICE) for _ in range(3))

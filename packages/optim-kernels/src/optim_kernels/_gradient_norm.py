@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,20 +33,6 @@ class _Split(NamedTuple):
     is_dense: bool
 
 
-class _Whole(NamedTuple):
-    """A list of gradients that one `NormLaunches` reads where they are."""
-
-    part: NormLaunches
-    kinds: list[Any]
-    stream: int
-    # whether none is listed twice
-    is_apart: bool
-
-    def is_for(self, grads: TensorList) -> bool:
-        """Whether these are its gradients, and still in its tables."""
-        return grads.kinds is self.kinds and self.part.knows(grads.addresses, grads.kinds[1])
-
-
 class GradientNorms:
     """Norms of gradients of any devices and dtypes: one `NormLaunches` for each pair, kept from step to step.
 
@@ -61,8 +46,6 @@ class GradientNorms:
         self._any_stream = any_stream
         self._parts: dict[Any, dict[int, NormLaunches]] = {}
         self._split: _Split | None = None
-        # the latest lists that need no more than a look, keyed by their first address
-        self._wholes: dict[int, _Whole] = {}
         # the latest list of addresses that was found to have no duplicates
         self._apart: list[int] = []
         self._kinds = KnownKinds()
@@ -92,7 +75,9 @@ class GradientNorms:
             return None
         if len(parts) == 1:
             _count_as_changed(seen)
-            return parts[0].clip_(norm_type, max_norm)
+            norm = parts[0].norm(norm_type, max_norm)
+            parts[0].scale_(parts[0].factor)
+            return norm
         norm, factor = self.norm_and_factor(seen, norm_type, max_norm)
         self.scale_(seen, factor)
         return norm
@@ -147,9 +132,6 @@ class GradientNorms:
         """
         if seen is None or not seen.tensors or norm_type not in _KERNEL_NORMS:
             return None
-        whole = self._wholes.get(seen.addresses[0])
-        if whole is not None and whole.is_for(seen) and whole.is_apart >= in_place and self._may_launch(whole):
-            return [whole.part]
         split = self._split_of(seen)
         if split is None:
             return None
@@ -171,20 +153,7 @@ class GradientNorms:
             part = self._part(device, dtype, own_addresses, own_numels)
             part.refresh(own_addresses, own_numels)
             parts.append(part)
-        if len(parts) == 1:
-            self._keep_whole(parts[0], seen, is_apart=in_place)
         return parts
-
-    def _may_launch(self, whole: _Whole) -> bool:
-        """Whether the list's launches may run now: scratch is for one stream, and a capture needs its own."""
-        device = whole.part.device
-        return not self._any_stream or (whole.stream == _stream(device) and not is_capturing(device))
-
-    def _keep_whole(self, part: NormLaunches, seen: TensorList, *, is_apart: bool) -> None:
-        if not is_capturing(part.device):
-            if len(self._wholes) == MOST_LISTS:
-                self._wholes.clear()
-            self._wholes[seen.addresses[0]] = _Whole(part, seen.kinds, _stream(part.device), is_apart)
 
     def _are_apart(self, addresses: list[int], numels: list[int]) -> bool:
         """Whether no gradient is listed twice, as those of tied parameters may be."""
@@ -263,11 +232,8 @@ def _count_as_changed(grads: TensorList) -> None:
 
 def _stream(device: torch.device) -> int:
     """The stream that a launch on the device would go to."""
-    return _current_stream()(device) if is_cuda(device) else 0
-
-
-@cache
-def _current_stream() -> Callable[[torch.device], int]:
+    if not is_cuda(device):
+        return 0
     from optim_kernels._triton import current_stream
 
-    return current_stream
+    return current_stream(device)

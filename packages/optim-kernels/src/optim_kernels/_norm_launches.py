@@ -93,12 +93,6 @@ class NormLaunches:
             self._rows.keep_for_graph()
             keep_for_graphs(self._chunks.words, self._partials, self._counter, self._total, self.factor)
 
-    def clip_(self, norm_type: float, max_norm: float) -> Tensor:
-        """Scale the gradients down to ``max_norm``; return their norm before."""
-        norm = self.norm(norm_type, max_norm)
-        self._scale_(self.factor)
-        return norm
-
     def norm(self, norm_type: float, max_norm: float, total: Tensor | None = None) -> Tensor:
         """The norm, fp32; also sets ``factor``, which clips it, and the fp64 ``total`` to Σ|g|^p (or the maximum)."""
         launch = self._launches.get(norm_type)
@@ -114,13 +108,10 @@ class NormLaunches:
 
     def scale_(self, factor: Tensor) -> None:
         """Multiply the gradients by the fp32 ``factor`` unless it is 1 or more."""
-        self._keep_if_captured()
-        self._scale_(factor)
-
-    def _scale_(self, factor: Tensor) -> None:
         launch = self._launches.get("scale")
         if launch is None:
             launch = self._launches["scale"] = self._scale_launch()
+        self._keep_if_captured()
         launch((self._chunks.words, self._rows.words, factor), (self._chunks.num_chunks, self._chunks.num_full))
 
     def _norm_launch(self, norm_type: float) -> Launch:
