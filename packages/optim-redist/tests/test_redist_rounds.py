@@ -200,6 +200,16 @@ def test_rounds_are_as_few_as_the_limit_allows(dst: Layout, spare: int) -> None:
     assert all(peak(fewer) > limit for fewer in range(rounds // 2, rounds - rounds // 100))
 
 
+def test_every_round_takes_the_latency_of_the_border_that_it_crosses() -> None:
+    shape, mesh = (4096, 4096), Mesh((2, 4))
+    src, dst = Layout(mesh, [(0, 1), None]), Layout(mesh, [None, (0, 1)])
+    nodes = Topology.nodes(4, latency=1e-3)
+    made = plan(shape, "bf16", src, dst, topology=nodes, memory_limit=2 * bounds(shape, src, dst).memory + 2**18)
+    rounds, (node, _) = made.stages[0].rounds, made.bounds.cuts
+    assert rounds > 20
+    assert made.time >= rounds * 1e-3 + 2 * node.inbound / nodes.levels[0].bandwidth
+
+
 def test_the_largest_number_of_rounds_is_tried() -> None:
     shape = (65536, 65536)
     limit = 2 * bounds(shape, ROWS, COLUMNS).memory + 2**16

@@ -289,7 +289,7 @@ def step_of(
     # where nothing moves, the host still copies
     seconds = rounds * model.seconds("all_to_all", moved / rounds) if moved else model.call_seconds
     for level, crossing in borders.items():
-        seconds = max(seconds, model.call_seconds + model.border_seconds(level, crossing * width))
+        seconds = max(seconds, rounds * (model.call_seconds + model.border_seconds(level, crossing * width / rounds)))
     # combining reads a contribution, and reads and writes an fp32 partial result: width + 8 bytes
     seconds += model.pack_seconds(copied * width + combined * (width + 8) / 2)
     return Step(op, problem.ranks, str(problem.dst), recv, send, moved, seconds, peak, rounds)
