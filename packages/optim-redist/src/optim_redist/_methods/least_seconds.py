@@ -123,7 +123,7 @@ def least_of_sharing(request: Request, limits: Bounds) -> float:
 def _forwards(group: Inside, most: int) -> bool:
     """Whether holders would send more than ``most`` to ranks of their group, of which several need the same."""
     return any(
-        n > max(most * len(group.holders[part]), group.needed_of_source[part[0]])
+        n > most * len(group.holders[part]) and n > group.needed_of_source[part[0]]
         for part, n in group.demand_here.items()
     )
 
