@@ -33,6 +33,19 @@ from optim_dist._reduction.storage import Member, ParameterBucket
 _HOOKS = ("_before_forward", "_before_evaluation", "_before_state", "_begin", "_before_read")
 
 
+class Held(list[tuple[ParameterBucket, Member]]):
+    """What the hook of a module waits for; a copied or pickled hook waits for nothing.
+
+    Given to the hook itself, not looked up by the module: compiled hooks of equal modules are then equal, too.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Held:
+        return Held()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, ()
+
+
 class ForwardGathers:
     """The hooks of one model on behalf of some buckets."""
 
@@ -46,29 +59,28 @@ class ForwardGathers:
         self._has_waited = False
         self._homes = homes = {id(member.parameter): (bucket, member) for bucket, member in self._members()}
         self._handles: list[Any] = []
-        # keyed by number of the module; hooks get at it only through self, so that a copy's hooks wait for nothing
-        self._held: dict[int, list[tuple[ParameterBucket, Member]]] = {}
+        self._held: list[Held] = []  # what each hook waits for
         inside = inside_regions(model)
-        for number, module in enumerate(model.modules()):
+        for module in model.modules():
             within = [parameter for parameter in module.parameters() if id(parameter) in homes]
             if not within:
                 continue
             # before its region is entered, a compiled module waits for all parameters inside
             own = within if is_wrapped(module) else module.parameters(recurse=False)
-            held = [homes[id(parameter)] for parameter in own if id(parameter) in homes]
+            held = Held(homes[id(parameter)] for parameter in own if id(parameter) in homes)
             if id(module) not in inside:
                 # one that holds none of its own is hooked for evaluations, which may read what is within in any way
                 hook: Callable[..., None] = self._before_evaluation
                 if held:
-                    self._held[number] = held
-                    hook = partial(self._before_forward, number)
+                    self._held.append(held)
+                    hook = partial(self._before_forward, held)
                 # before hooks that compute a weight from parameters: weight and spectral norms, pruning
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
             self._handles.append(module.register_state_dict_pre_hook(self._before_state))
             self._handles.append(module.register_load_state_dict_pre_hook(self._before_state))
         if watches_reads and id(model) not in inside:
             self._handles += watch(model, self._begin, self._before_read)
-        hooked = {id(member) for held in self._held.values() for _, member in held}
+        hooked = {id(member) for held in self._held for _, member in held}
         for bucket, member in self._members():
             if id(member) not in hooked:
                 bucket.waits_at_step = True
@@ -137,7 +149,9 @@ class ForwardGathers:
             handle.remove()
         self._handles.clear()
         # this object may outlive the buckets
-        self._buckets, self._held, self._homes = (), {}, {}
+        for held in self._held:
+            held.clear()
+        self._buckets, self._homes = (), {}
         self.in_flight = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardGathers:
@@ -159,8 +173,7 @@ class ForwardGathers:
         does_nothing = nullcontext().__exit__  # whatever its arguments
         return SimpleNamespace, (), dict.fromkeys(_HOOKS, does_nothing)
 
-    def _before_forward(self, number: int, module: nn.Module, arguments: Any) -> None:
-        held = self._held.get(number, [])
+    def _before_forward(self, held: Held, module: nn.Module, arguments: Any) -> None:
         if not torch.compiler.is_compiling():
             self._enter(held)
         elif any(bucket.deferred for bucket, _ in held) if torch.is_grad_enabled() else self.in_flight:
@@ -170,9 +183,9 @@ class ForwardGathers:
     def _before_evaluation(self, module: nn.Module, arguments: Any) -> None:
         # cheap in training, where a compiled region would break here for nothing
         if not torch.is_grad_enabled():
-            self._before_forward(-1, module, arguments)
+            self._before_forward(Held(), module, arguments)
 
-    def _enter(self, held: list[tuple[ParameterBucket, Member]]) -> None:
+    def _enter(self, held: Held) -> None:
         if self.in_flight and not torch.is_grad_enabled():
             self.wait()
         if self._early:
@@ -193,7 +206,7 @@ class ForwardGathers:
         if not bucket.waits_at_step:
             self._early.add(id(tensor))
 
-    def _refuse_early(self, held: list[tuple[ParameterBucket, Member]]) -> None:
+    def _refuse_early(self, held: Held) -> None:
         for _, member in held:
             if id(member.parameter) in self._early:
                 # the next pass may read it in time
