@@ -304,6 +304,17 @@ def test_no_planner_takes_less_than_a_plan_says_that_it_takes_at_least() -> None
     assert compared > 500
 
 
+def test_where_needers_have_no_room_to_forward_sharing_takes_one_exchange() -> None:
+    mesh = Mesh((3, 4))
+    nodes = Topology.from_hosts(["a" if rank in (0, 1, 5, 10, 11) else "b" for rank in range(12)])
+    task = (12, 4), "bf16", Layout(mesh, [0, None]), Layout(mesh, [1, None])
+    asked = plan(*task, topology=nodes, planners=["hierarchical"])
+    assert (len(asked.steps), asked.volume_ratio) == (1, 4 / 3)
+    made = plan(*task, topology=nodes)
+    said = {other.planner: other.seconds for other in made.alternatives}
+    assert said.get("hierarchical", made.time) <= asked.time
+
+
 def test_where_relays_move_no_less_explain_names_none() -> None:
     mesh = Mesh((2, 3, 2))
     made = plan((24, 24, 12), "bf16", Layout(mesh, [None, None, 2], {1: "sum"}), Layout(mesh, [None, 2, (0, 1)]))

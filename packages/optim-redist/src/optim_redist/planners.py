@@ -19,8 +19,8 @@
                   through a layout whose smaller parts leave more room for buffers
     naive         gather everything everywhere, then slice: the baseline
 
-Under a memory limit each exchange runs in as many rounds as its buffers require. A planner that provably cannot beat
-a candidate found before, one that fits, is not asked; the plan then says so among its alternatives.
+Under a memory limit each exchange runs in as many rounds as its buffers require. A planner that provably cannot be
+quicker than a candidate found before, one that fits, is not asked; the plan then says so among its alternatives.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The choice among candidate plans.
 
-``plan`` asks every planner for its candidates, costs all of them with one model, and keeps the cheapest; ties go to
-fewer steps, then to the lower peak, then to the smaller name. It is a pure function of its arguments.
+``plan`` asks the planners for their candidates, but for planners that cannot be quicker than a candidate found before.
+It costs all of them with one model, and keeps the cheapest; ties go to fewer steps, then to the lower peak, then to the
+smaller name. It is a pure function of its arguments.
 """
 
 from __future__ import annotations

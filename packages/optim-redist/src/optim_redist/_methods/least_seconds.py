@@ -102,8 +102,8 @@ def least_of_stopping_over(request: Request, limits: Bounds) -> float:
 def least_of_sharing(request: Request, limits: Bounds) -> float:
     """Least seconds of the hierarchical planner.
 
-    It takes two exchanges if it reduces, shares what was fetched, or lets needers forward, supposing that these have
-    room for it. Otherwise it is one exchange straight from the nearest holders.
+    It takes two exchanges if it reduces, shares what was fetched, or lets needers forward. Otherwise it is one exchange
+    straight from the nearest holders, as it is where needers that could forward have no room for it.
     """
     problem = request.problem
     if problem.num_contributions > 1:
@@ -112,20 +112,17 @@ def least_of_sharing(request: Request, limits: Bounds) -> float:
     copying = _least_copying(request, limits.recv, limits.send)
     if len(levels) > 1:
         return least_of_one_hop(request, limits) + copying
+    two_hops, groups = least_of_two_hops(request, limits) + copying, levels[0]
+    if any(cut.inbound and _shares(problem, group) for cut, group in zip(limits.cuts, groups)):
+        return two_hops
+    one_hop = least_of_nearest(request, limits)
     # if each part has its holders in one group, they send what they send in the direct exchange
     forwards = limits.direct_send > limits.lb or request.groups.spread
-    for cut, group in zip(limits.cuts, levels[0]):
-        if (cut.inbound and _shares(problem, group)) or (forwards and _forwards(group, limits.lb)):
-            return least_of_two_hops(request, limits) + copying
-    return least_of_nearest(request, limits)
-
-
-def _forwards(group: Inside, most: int) -> bool:
-    """Whether holders would send more than ``most`` to ranks of their group, of which several need the same."""
-    return any(
-        n > most * len(group.holders[part]) and n > group.needed_of_source[part[0]]
-        for part, n in group.demand_here.items()
-    )
+    if forwards and any(
+        n > limits.lb * len(group.holders[part]) for group in groups for part, n in group.demand_here.items()
+    ):
+        return min(one_hop, two_hops)
+    return one_hop
 
 
 def _shares(problem: Problem, group: Inside) -> bool:
