@@ -499,6 +499,31 @@ def compiled_before_the_first_step(rank, world_size):
 
 
 @scenario(2)
+def originals_of_compiled_modules_wait_when_they_are_evaluated(rank, world_size):
+    found = []
+    for compiled in ("model", "block"):
+        torch._dynamo.reset()
+        net, twin = Net(device_of(rank)), Net(device_of(rank))
+        block, model = net.blocks[1], net
+        if compiled == "block":
+            net.blocks[1] = torch.compile(block, backend="eager")
+        else:
+            model = torch.compile(net, backend="eager")
+        optimizer, twin_optimizer = optimizer_of(model), optimizer_of(twin, overlap=False)
+        delay_gathers(optimizer)
+        x = torch.ones(2, 4, 6, device=device_of(rank))
+        calls = [(block, twin.blocks[1], x), (block.linear, twin.blocks[1].linear, x)]
+        calls += [(net, twin, tokens(rank, 9))] if compiled == "model" else []
+        for original, other, given in calls:
+            losses(rank, model, optimizer, steps=2)
+            losses(rank, twin, twin_optimizer, steps=2)
+            assert optimizer._bucketed._gathers.in_flight
+            with torch.no_grad():
+                found.append(torch.equal(original(given), other(given)))
+    assert all(found), found
+
+
+@scenario(2)
 def compiled_in_place_without_a_break(rank, world_size):
     for options in ({"accumulation_steps": 1}, {"debug": True}):
         for is_first in (True, False):
@@ -513,6 +538,13 @@ def compiled_in_place_without_a_break(rank, world_size):
             # equal blocks are compiled once
             with torch._dynamo.config.patch(error_on_recompile=True):
                 assert losses(rank, net, optimizer) == expected(rank)
+            if is_first:
+                x = torch.ones(2, 4, 6, device=device_of(rank))
+                assert optimizer._bucketed._gathers.in_flight == ("debug" not in options)
+                with torch.no_grad():
+                    evaluated = net.blocks[0](x)  # is whole, too, whatever else is in flight
+                optimizer.wait()
+                assert torch.equal(pickle.loads(pickle.dumps(net)).blocks[0](x), evaluated)
 
 
 @scenario(2)

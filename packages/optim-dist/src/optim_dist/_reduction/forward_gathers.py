@@ -30,7 +30,14 @@ from optim_dist._reduction.early_reads import watch
 from optim_dist._reduction.storage import Member, ParameterBucket
 
 # the methods that a model and the watch over it hold
-_HOOKS = ("_before_forward", "_before_evaluation", "_before_state", "_begin", "_before_read")
+_HOOKS = (
+    "_before_forward",
+    "_before_evaluation",
+    "_before_eager_evaluation",
+    "_before_state",
+    "_begin",
+    "_before_read",
+)
 
 
 class Held(list[tuple[ParameterBucket, Member]]):
@@ -68,14 +75,15 @@ class ForwardGathers:
             # before its region is entered, a compiled module waits for all parameters inside
             own = within if is_wrapped(module) else module.parameters(recurse=False)
             held = Held(homes[id(parameter)] for parameter in own if id(parameter) in homes)
-            if id(module) not in inside:
-                # one that holds none of its own is hooked for evaluations, which may read what is within in any way
-                hook: Callable[..., None] = self._before_evaluation
-                if held:
-                    self._held.append(held)
-                    hook = partial(self._before_forward, held)
-                # before hooks that compute a weight from parameters: weight and spectral norms, pruning
-                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+            # one that holds none of its own is hooked for evaluations, which may read what is within in any way
+            hook: Callable[..., None] = self._before_evaluation
+            if id(module) in inside:
+                hook = self._before_eager_evaluation
+            elif held:
+                self._held.append(held)
+                hook = partial(self._before_forward, held)
+            # before hooks that compute a weight from parameters: weight and spectral norms, pruning
+            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
             self._handles.append(module.register_state_dict_pre_hook(self._before_state))
             self._handles.append(module.register_load_state_dict_pre_hook(self._before_state))
         if watches_reads and id(model) not in inside:
@@ -184,6 +192,11 @@ class ForwardGathers:
         # cheap in training, where a compiled region would break here for nothing
         if not torch.is_grad_enabled():
             self._before_forward(Held(), module, arguments)
+
+    def _before_eager_evaluation(self, module: nn.Module, arguments: Any) -> None:
+        # of the original of a compiled module, say; in its region all has arrived
+        if not torch.compiler.is_compiling():
+            self._before_evaluation(module, arguments)
 
     def _enter(self, held: Held) -> None:
         if self.in_flight and not torch.is_grad_enabled():
