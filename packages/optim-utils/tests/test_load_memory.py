@@ -1,6 +1,7 @@
 """Which memory a load writes, casts or takes over, and which it refuses to touch."""
 
 import warnings
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -218,12 +219,14 @@ class LoadsItself(Bag):
 
 @pytest.mark.parametrize("kind", [Bag, LoadsItself])
 @pytest.mark.parametrize("in_dict", [False, True], ids=["object", "dict"])
-def test_the_tensors_of_parts_may_come_back_in_another_order(kind, in_dict):
+@pytest.mark.parametrize("mapping", [dict, MappingProxyType])
+def test_the_tensors_of_parts_may_come_back_in_another_order(kind, in_dict, mapping):
     q = quantize(torch.full((64,), 3.0), INT8)
     live = {"t": torch.zeros(2), "x": kind(v=torch.ones(2), q=q), "y": kind(v=torch.full((2,), 2.0), q=q.clone())}
     live["y"].q.copy_(torch.full((64,), 4.0))
     saved = extract_state_dict_content(live)
     loaded = {"t": saved["x"]["v"], "x": {**saved["y"], "v": saved["t"]}, "y": {**saved["x"], "v": saved["y"]["v"]}}
+    loaded = {**loaded, **{name: mapping(loaded[name]) for name in "xy"}}
     if in_dict:
         update_param_state_dict_object(live, loaded)
     else:

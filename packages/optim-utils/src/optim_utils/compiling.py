@@ -50,17 +50,13 @@ def _disabled(method: Callable[..., Any]) -> Callable[..., Any]:
         from torch._C._dynamo import eval_frame  # noqa: PLC2701
         from torch._dynamo import decorators  # noqa: PLC2701
 
-        set_eval_frame, skip = eval_frame.set_eval_frame, decorators.skip
+        current_compiler, skip = eval_frame.get_eval_frame_callback, decorators.skip
     except (ImportError, AttributeError):
         return disabled
 
     @wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:
-        compiler = set_eval_frame(None)
-        if compiler is None:
-            return method(*args, **kwargs)
-        set_eval_frame(compiler)
-        return disabled(*args, **kwargs)
+        return (method if current_compiler() is None else disabled)(*args, **kwargs)
 
     # so that the compiler leaves this frame as it is, too
     left_alone: Callable[..., Any] = skip(called)

@@ -89,7 +89,9 @@ def storages_of(value: object) -> set[int]:
         return {storage_key(part) for part in value.parts if part is not None}
     if isinstance(value, Tensor):
         return {storage_key(value)}
-    return set().union(*(storages_of(child) for _, child in items_of(value) or ()))
+    # what is loaded may be any mapping
+    items = value.items() if isinstance(value, Mapping) else items_of(value) or ()
+    return set().union(*(storages_of(child) for _, child in items))
 
 
 def _copied(value: Any) -> Any:
