@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
@@ -194,6 +195,71 @@ def test_only_a_step_unlike_the_one_before_takes_the_long_way(
     assert long_ways == [1, 1, 1]
 
 
+def _step_with_closure(optimizer: TritonAdamW, params: list[torch.nn.Parameter]) -> None:
+    assert optimizer.step(lambda: (renew_gradients(params), 3.0)[1]) == 3.0
+
+
+def _step_with_clip_factor(optimizer: TritonAdamW, params: list[torch.nn.Parameter]) -> None:
+    optimizer.step(clip_factor=torch.tensor(0.5, device=DEVICE))
+
+
+def _step_with_scaled_gradients(optimizer: TritonAdamW, params: list[torch.nn.Parameter]) -> None:
+    optimizer.grad_scale = torch.tensor(2.0, device=DEVICE)
+    optimizer.step()
+    del optimizer.grad_scale
+
+
+def _step_in_another_layout(optimizer: TritonAdamW, params: list[torch.nn.Parameter]) -> None:
+    """One that brings other moments, and is none that others repeat."""
+    before = params[0].data
+    params[0].data = before.t().contiguous().t()
+    _step_with_scaled_gradients(optimizer, params)
+    params[0].data = before
+
+
+def _step_in_plain_torch(optimizer: TritonAdamW, params: list[torch.nn.Parameter]) -> None:
+    optimizer.param_groups[1]["impl"] = "torch"
+    optimizer.step()
+
+
+def _load(optimizer: TritonAdamW, params: list[torch.nn.Parameter]) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _step_in_a_capture(optimizer: TritonAdamW, params: list[torch.nn.Parameter]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adamw, "is_capturing_here", lambda: True)
+        optimizer.step()
+    assert optimizer._steady is None
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        _step_with_closure,
+        _step_with_clip_factor,
+        _step_with_scaled_gradients,
+        _step_in_another_layout,
+        _step_in_plain_torch,
+        _load,
+        _step_in_a_capture,
+    ],
+)
+def test_steps_after_one_of_another_kind_repeat_nothing_else(event: Any) -> None:
+    """Compared with an optimizer that takes nothing for known."""
+    found = []
+    for forgets in (False, True):
+        torch.manual_seed(0)
+        params = make_params([(4, 6), (4, 6)])
+        optimizer = TritonAdamW([{"params": [p]} for p in params], lr=0.1, impl="triton")
+        for step in (None, None, event, None, None):
+            if forgets:
+                optimizer._forget()
+            optimizer.step() if step is None else step(optimizer, params)
+        found.append([*params, *(state["exp_avg"] for state in optimizer.state.values())])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 def test_steps_read_gradients_of_a_foreign_layout_as_they_are_then() -> None:
     p, q = (torch.nn.Parameter(torch.ones(4, 6, device=DEVICE)) for _ in range(2))
     p.grad = torch.randn(6, 4, device=DEVICE).t()
@@ -374,6 +440,15 @@ def test_hooks_run_around_the_step() -> None:
     assert len(calls) == 4
 
 
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, TritonAdamW])
+def test_a_hook_may_turn_gradients_off_for_what_follows(optimizer_class: Any) -> None:
+    optimizer = optimizer_class(make_params())
+    optimizer.register_step_post_hook(lambda *_: torch.set_grad_enabled(False))
+    with torch.enable_grad():
+        optimizer.step()
+        assert not torch.is_grad_enabled()
+
+
 @pytest.mark.parametrize("base", [TritonAdamW, TritonMuon])
 def test_hooks_run_once_around_a_step_that_calls_another(base: Any) -> None:
     class Own(base):  # type: ignore[misc]
@@ -413,18 +488,21 @@ def test_profiles_name_the_step() -> None:
     assert "Optimizer.step#TritonAdamW.step" in {event.name for event in profile.events()}
 
 
-def test_a_step_of_dtensors_is_planned_once() -> None:
+@pytest.mark.parametrize("hooks", [0, 1])
+def test_a_step_of_dtensors_is_planned_once(hooks: int) -> None:
     """Also when somebody has read the state, so that each step looks whether that is still the same."""
-    run_ranks(_steps_of_dtensors, 1, backend="gloo")
+    run_ranks(_steps_of_dtensors, 1, hooks, backend="gloo")
 
 
-def _steps_of_dtensors(rank: int, world_size: int) -> None:
+def _steps_of_dtensors(rank: int, world_size: int, hooks: int) -> None:
     from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
     mesh = init_device_mesh(DEVICE, (world_size,))
     param = torch.nn.Parameter(DTensor.from_local(torch.ones(6, 4, device=DEVICE), mesh, [Shard(0)]))
     param.grad = DTensor.from_local(torch.ones(6, 4, device=DEVICE), mesh, [Shard(0)])
     optimizer = TritonAdamW([param], impl="triton")
+    for _ in range(hooks):
+        optimizer.register_step_pre_hook(lambda *_: None)
     optimizer.step()
     assert optimizer.state[param]
     optimizer.step()

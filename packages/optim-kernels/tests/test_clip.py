@@ -189,7 +189,9 @@ def test_a_captured_list_does_not_disturb_one_that_starts_alike(monkeypatch: pyt
             torch.testing.assert_close(norm(*grads), exact(*grads))
             used.append(norms._refreshed(norms.look_at(grads), 2.0))
         # launches in a graph may run beside others, so each has scratch of its own
-        assert len({id(part) for parts in used for part in parts or ()}) == 3
+        captured = {id(part) for parts in used for part in parts or ()}
+        assert len(captured) == 3
+    assert captured.isdisjoint(map(id, norms._refreshed(norms.look_at((first, second)), 2.0) or ()))
     torch.testing.assert_close(norm(first, second), exact(first, second))
 
 
@@ -205,6 +207,18 @@ def test_memory_that_becomes_a_gradient_of_another_dtype_is_read_as_such() -> No
     for grad in (memory[:5000], memory.view(torch.float32), memory[:5000]):
         for _ in range(2):
             torch.testing.assert_close(norms.norm([grad], 2.0), grad.float().norm())
+
+
+def test_a_gradient_that_lies_where_the_copy_of_another_was_is_read_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is not dense is read from a copy, whose memory is then free for the gradients of the next step."""
+    norms, first, memory = GradientNorms("triton"), torch.ones(5000, device=DEVICE), torch.empty(64, 64, device=DEVICE)
+    numbers = torch.arange(64.0, device=DEVICE)
+    exact = torch.cat([first, numbers.repeat(64)]).norm()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "contiguous", lambda grad: memory.copy_(grad))
+        torch.testing.assert_close(norms.norm([first, numbers[:, None].expand(64, 64)], 2.0), exact)
+    memory[0] = numbers
+    torch.testing.assert_close(norms.norm([first, memory[0, :, None].expand(64, 64)], 2.0), exact)
 
 
 def test_a_gradient_that_is_listed_twice_is_not_scaled_twice_at_once() -> None:

@@ -29,7 +29,6 @@ def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(step)
     def run(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        enabled = torch.is_grad_enabled()
         try:
             if (
                 self._optimizer_step_pre_hooks
@@ -39,14 +38,16 @@ def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
                 or torch.autograd._profiler_enabled()
             ) and not _hooks_ran_outside(self, run):
                 return with_hooks(self, *args, **kwargs)
+            enabled = torch.is_grad_enabled()
             torch._C._set_grad_enabled(False)
-            return step(self, *args, **kwargs)
+            try:
+                return step(self, *args, **kwargs)
+            finally:
+                torch._C._set_grad_enabled(enabled)
         except BaseException:
             for name in ("grad_scale", "found_inf"):
                 vars(self).pop(name, None)
             raise
-        finally:
-            torch._C._set_grad_enabled(enabled)
 
     # tells torch that the step needs no wrapper
     cast(Any, run).hooked = True
