@@ -7,7 +7,8 @@ training differs from that with ``overlap=False``. All scenarios run in one laun
 import copy
 import gc
 import pickle
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from optim_dist import TritonDistAdamW, TritonDistMuonAdamW
+from optim_dist._reduction.compiled import inside_regions
 from optim_dist._reduction.storage import ParameterBucket
 
 scenario = Scenarios()
@@ -728,3 +730,9 @@ def test_two_streams_wait_for_a_gather():
 @scenario.parametrize()
 def test_forward(backend, world_size, name):
     scenario.check(backend, world_size, name)
+
+
+def test_a_thread_that_imports_dynamo_disturbs_no_other(monkeypatch):
+    # as it is while the import goes on
+    monkeypatch.setitem(sys.modules, "torch._dynamo", ModuleType("torch._dynamo"))
+    assert not inside_regions(nn.Sequential(nn.Linear(2, 2)))

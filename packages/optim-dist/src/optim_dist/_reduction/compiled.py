@@ -13,9 +13,10 @@ from torch import nn
 
 def is_wrapped(module: nn.Module) -> bool:
     """Whether it is what ``torch.compile(module)`` gives."""
-    # without importing Dynamo, which takes seconds: if it is not loaded, nothing is compiled
-    dynamo = sys.modules.get("torch._dynamo")
-    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    # without importing Dynamo, which takes seconds: if it is not loaded, nothing is compiled;
+    # while another thread loads it, it lacks the class
+    wrapper = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
+    return wrapper is not None and isinstance(module, wrapper)
 
 
 def is_compiled(module: nn.Module) -> bool:
