@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import product
 from math import inf, prod
+from types import ModuleType
 from typing import Any, cast
 
 import pytest
@@ -196,6 +198,28 @@ def test_an_output_elsewhere_or_without_a_place_for_each_element_is_refused() ->
         program(torch.ones(4), torch.empty(4, device="meta"))
     with pytest.raises(LayoutError, match="out is expanded"):
         program(torch.ones(4), torch.empty(1).expand(4))
+
+
+def _out_without_elements(rank: int, world_size: int) -> bool:
+    full, src, dst = torch.ones(1, 3), Layout(Mesh(2), [None, None]), Layout(Mesh(2), [0, None])
+    out = torch.zeros(1, 3) if rank == 0 else torch.empty(0, 1).expand(0, 3)
+    return redistribute_local(full, (1, 3), src, dst, out=out) is out and bool((out == 1).all())
+
+
+def test_an_output_without_elements_may_have_any_strides() -> None:
+    assert all(run_ranks(_out_without_elements, 2))
+
+
+@pytest.mark.parametrize("module", ["torch.distributed.tensor", "torch.distributed._functional_collectives"])
+def test_a_thread_that_imports_classes_of_tensors_disturbs_no_other(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = compile(plan((4,), "float32", Layout(Mesh(1), [None]), Layout(Mesh(1), [None])))
+    # as it is while the import goes on
+    monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    out = torch.empty(4)
+    assert program(torch.ones(4), out) is out
+    assert torch.equal(out, torch.ones(4))
 
 
 def test_a_source_that_torch_cannot_free_is_not_donated() -> None:

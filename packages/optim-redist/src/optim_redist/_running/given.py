@@ -22,9 +22,14 @@ def waited_for(tensor: Tensor | None) -> Tensor | None:
 
 
 def _is_arriving(tensor: Tensor | None) -> bool:
-    # there is no such tensor unless its class has been imported
-    package = sys.modules.get("torch.distributed._functional_collectives")
-    return package is not None and isinstance(tensor, package.AsyncCollectiveTensor)
+    return _is_of("torch.distributed._functional_collectives", "AsyncCollectiveTensor", tensor)
+
+
+def _is_of(module: str, name: str, tensor: object) -> bool:
+    """Whether the tensor is of a class of torch that takes seconds to import; unless it is imported, none is."""
+    # while another thread imports the module, it lacks the class
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(tensor, kind)
 
 
 def refuse_other_than_values(tensor: Tensor | None, what: str) -> None:
@@ -56,9 +61,7 @@ def refuse_other_than_values(tensor: Tensor | None, what: str) -> None:
             f"{what} has a tangent of forward-mode differentiation, which would not move; move primal and tangent by "
             "calls of their own, as a redistribution is linear"
         )
-    # there is no DTensor unless its class has been imported, which takes seconds
-    package = sys.modules.get("torch.distributed.tensor")
-    if package is not None and isinstance(tensor, package.DTensor):
+    if _is_of("torch.distributed.tensor", "DTensor", tensor):
         raise LayoutError(f"{what} is a DTensor, this takes its part: give .to_local(), or the DTensor to redistribute")
     if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__") and not _is_arriving(tensor):
         raise UnsupportedError(
@@ -114,7 +117,8 @@ def resolved_donated(tensor: Tensor | None) -> Tensor | None:
 
 def refuse_unwritable(out: Tensor, what: str) -> None:
     """Raise LayoutError for a tensor with several elements in one place, or whose memory holds other values."""
-    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
+    # one without elements has none in one place, whatever its strides
+    if out.numel() and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
         raise LayoutError(f"{what} is expanded, with several of its elements in one place; give memory for each")
     if is_pending(out):
         raise LayoutError(
