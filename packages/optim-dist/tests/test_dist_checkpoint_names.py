@@ -326,7 +326,8 @@ def test_modules_are_told_in_which_form_their_state_was_saved(tmp_path, saved, l
         around_blocks, around_model = WRAPPERS[form]
         inner = InTenths()
         inner.seen.fill_(seen)
-        model = within(around_model, nn.Sequential(within(around_blocks, inner)))
+        block = within(around_blocks, inner)
+        model = within(around_model, nn.Sequential(block, block))  # whose state is under two names
         return inner, model, TritonDistAdamW(model.named_parameters())
 
     for version, expected in ((1, 30.0), (2, 3.0)):
