@@ -17,8 +17,9 @@ from optim_redist._methods import flow
 from optim_redist._methods.flow import Network, add_edge, saturate
 from optim_redist._methods.forward import forward_phases
 from optim_redist._methods.hierarchical import hierarchical_phases
-from optim_redist.lower_bounds import crossing, least_inside_groups
-from optim_redist.planners import best_relay
+from optim_redist.lower_bounds import bounds_of, crossing, least_inside_groups
+from optim_redist.moves import Request
+from optim_redist.planners import _PLANNERS, best_relay
 from optim_redist.problem import Problem
 
 NAMED = example_cases()
@@ -301,6 +302,28 @@ def test_no_planner_takes_less_than_a_plan_says_that_it_takes_at_least() -> None
                     continue  # it has no plan
                 assert asked.time >= other.seconds * (1 - 1e-12), (seed, other)
                 compared += 1
+    assert compared > 500
+
+
+def test_the_least_seconds_of_every_planner_hold_for_its_candidates() -> None:
+    bent = {"all_to_all": ((64.0, 1e-5), (4096.0, 1e-3))}
+    models = [CommModel("bent", Topology(), bent, call_seconds=1e-2, has_library=library) for library in (False, True)]
+    models += [CommModel.preset("flat"), CommModel.preset("nccl")]
+    compared = 0
+    for seed in range(800):
+        case, rng = random_case(seed, "CUMPPP"), random.Random(seed)
+        nodes = Topology.nodes(rng.choice([2, 4]), bandwidth=rng.choice([1e7, 1e12]), latency=rng.choice([0.0, 1e-4]))
+        model = rng.choice(models).in_groups_of(rng.choice([None, nodes]))
+        problem = Problem(*case)
+        limits = bounds_of(problem, model.topology)
+        request = Request(problem, 2, model)
+        if limits.lb:
+            for name in ("spread", "forward", "relay", "scatter", "hierarchical"):
+                planner = _PLANNERS[name]
+                made = planner.make(request, limits) if planner.applies(request, limits) else None
+                if made is not None:
+                    assert made.seconds >= planner.least_seconds(request, limits) * (1 - 1e-12), (seed, name)
+                    compared += 1
     assert compared > 500
 
 
