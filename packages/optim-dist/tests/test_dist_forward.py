@@ -8,6 +8,7 @@ import copy
 import gc
 import pickle
 import sys
+from itertools import product
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -489,15 +490,19 @@ def prefetch_of_what_is_not_in_flight_does_nothing(rank, world_size):
 
 @scenario(2)
 def compiled_before_the_first_step(rank, world_size):
-    for compiled in ("model", "block"):
+    how = {"backend": "eager", "fullgraph": True}
+    for options, compiled in product(({}, {"debug": True}), ("model", "model in place", "blocks")):
         torch._dynamo.reset()
         net = Net(device_of(rank))
-        if compiled == "block":
-            net.blocks[1] = torch.compile(net.blocks[1], backend="eager")
-        optimizer = optimizer_of(net)
+        if compiled == "blocks":
+            net.blocks = nn.ModuleList(torch.compile(block, **how) for block in net.blocks)
+        elif compiled == "model in place":
+            net.compile(**how)
+        optimizer = optimizer_of(net, **options)
         delay_gathers(optimizer)
-        called = net if compiled == "block" else torch.compile(net, backend="eager")
-        assert losses(rank, net, optimizer, called) == expected(rank), compiled
+        called = torch.compile(net, **how) if compiled == "model" else net
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert losses(rank, net, optimizer, called) == expected(rank), compiled
 
 
 @scenario(2)

@@ -86,7 +86,7 @@ class ForwardGathers:
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
             self._handles.append(module.register_state_dict_pre_hook(self._before_state))
             self._handles.append(module.register_load_state_dict_pre_hook(self._before_state))
-        if watches_reads and id(model) not in inside:
+        if watches_reads:
             self._handles += watch(model, self._begin, self._before_read)
         hooked = {id(member) for held in self._held for _, member in held}
         for bucket, member in self._members():
