@@ -260,6 +260,28 @@ def test_steps_after_one_of_another_kind_repeat_nothing_else(event: Any) -> None
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
+def test_a_limit_that_becomes_negative_in_place_is_refused() -> None:
+    limit = torch.tensor(1.0)
+    optimizer = TritonAdamW(make_params(), impl="triton", max_norm=limit)
+    optimizer.step()
+    optimizer.step()
+    limit.neg_()
+    with pytest.raises(ValueError, match="max_norm must be positive"):
+        optimizer.step()
+
+
+def test_the_norm_is_known_of_a_step_that_its_learning_rate_ends() -> None:
+    params = make_params()
+    optimizer = TritonAdamW(params, impl="triton", max_norm=1.0)
+    optimizer.step()
+    renew_gradients(params)
+    optimizer.param_groups[0]["lr"] = "high"
+    with pytest.raises(TypeError, match="lr must be a number"):
+        optimizer.step()
+    norms = torch.stack([p.grad.norm() for p in params if p.grad is not None])
+    torch.testing.assert_close(optimizer.grad_norm, norms.norm())
+
+
 def test_steps_read_gradients_of_a_foreign_layout_as_they_are_then() -> None:
     p, q = (torch.nn.Parameter(torch.ones(4, 6, device=DEVICE)) for _ in range(2))
     p.grad = torch.randn(6, 4, device=DEVICE).t()

@@ -58,7 +58,7 @@ from optim_kernels._optimizers.stepping import (
     run_closure,
 )
 from optim_kernels._optimizers.storage import MasterWeights, check_dtype, drop_other_masters, missing_master
-from optim_kernels._options import check_scalars
+from optim_kernels._options import are_numbers, check_scalars
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import is_capturing
 
@@ -234,11 +234,11 @@ class TritonAdamW(PrivateState, TorchAdamW):
         steady, (grad_scale, found_inf) = self._steady, self._loss_scaling()
         if steady is None or grad_scale is not None or found_inf is not None or is_capturing_here():
             return False
-        if not steady.take(self.param_groups, self._state_to_check()):
-            return False
-        if steady.norm is not None:
-            self.grad_norm = steady.norm
-        return True
+        try:
+            return steady.take(self.param_groups, self._state_to_check())
+        finally:
+            if steady.norm is not None:
+                self.grad_norm = steady.norm
 
     def _update(self, clip_factor: Tensor | None) -> None:
         self._steady = None
@@ -296,7 +296,9 @@ class TritonAdamW(PrivateState, TorchAdamW):
         kernels, is_scaled = prepared.kernels, grad_scale is not None or found_inf is not None
         if kernels is None or kernels.has_dtensors or prepared.with_torch or is_scaled or is_capturing_here():
             return
-        if max_norm is not None or clip_factor is None:
+        # a limit that is a tensor may change in place, to one that is refused
+        is_fixed = clip_factor is None if max_norm is None else are_numbers((max_norm, norm_type))
+        if is_fixed:
             self._steady = SteadyStep(
                 self.param_groups, prepared, seen, norms=self._norms, writes=self._writes, factor=clip_factor
             )
