@@ -14,6 +14,7 @@ from redist_cases import FAMILIES, combined, contributions_of, part_of, random_c
 from redist_memory import Live, NoWire
 
 from optim_redist import (
+    CommModel,
     Cyclic,
     Layout,
     LayoutError,
@@ -207,7 +208,9 @@ def test_every_round_takes_the_latency_of_the_border_that_it_crosses() -> None:
     made = plan(shape, "bf16", src, dst, topology=nodes, memory_limit=2 * bounds(shape, src, dst).memory + 2**18)
     rounds, (node, _) = made.stages[0].rounds, made.bounds.cuts
     assert rounds > 20
-    assert made.time >= rounds * 1e-3 + 2 * node.inbound / nodes.levels[0].bandwidth
+    # besides, the host packs and unpacks
+    least = rounds * (CommModel.preset("flat").call_seconds + 1e-3) + 2 * node.inbound / nodes.levels[0].bandwidth
+    assert least <= made.time < 1.001 * least
 
 
 def test_the_largest_number_of_rounds_is_tried() -> None:
