@@ -547,6 +547,7 @@ def nothing_is_sent_by_an_elementwise_step(rank, world_size):
     give_gradients(cut, twins, 0)
     optimizer.step()
     assert optimizer.communicator.num_calls == before
+    assert optimizer.explain().data["bytes_exchanged"] == 0
 
 
 @scenario(2, 4)

@@ -46,9 +46,6 @@ class Held(list[tuple[ParameterBucket, Member]]):
     Given to the hook itself, not looked up by the module: compiled hooks of equal modules are then equal, too.
     """
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Held:
-        return Held()
-
     def __reduce__(self) -> tuple[Any, ...]:
         return list, ()
 
