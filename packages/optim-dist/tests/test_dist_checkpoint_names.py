@@ -336,3 +336,19 @@ def test_modules_are_told_in_which_form_their_state_was_saved(tmp_path, saved, l
         inner, *run = build_within(loaded, seen=0.0)
         checkpoint.load(tmp_path / f"{version}", *run)
         assert inner.seen.tolist() == [expected] * 2
+
+
+class WithoutForms(nn.Linear):
+    """Whose own ``state_dict`` has torch's attribute for forms, but nothing in it."""
+
+    def state_dict(self, *arguments, **options):
+        state = super().state_dict(*arguments, **options)
+        state._metadata = None
+        return state
+
+
+def test_a_model_may_know_nothing_of_forms(tmp_path):
+    saved, loaded = WithoutForms(3, 3), WithoutForms(3, 3)
+    checkpoint.save(tmp_path / "step", saved, TritonDistAdamW(saved.named_parameters()))
+    checkpoint.load(tmp_path / "step", loaded, TritonDistAdamW(loaded.named_parameters()))
+    assert torch.equal(loaded.weight, saved.weight)

@@ -69,7 +69,7 @@ def rest_of_model(model: nn.Module | None, optimizer: LiveOptimizer) -> Rest:
     elsewhere = {name for name in state if ids[name] in of_others}
     rest = {name: value for name, value in state.items() if name not in owned | elsewhere}
     values = {name: value.detach() if isinstance(value, Tensor) else value for name, value in rest.items()}
-    return Rest(values, owned - parameters.keys(), elsewhere, dict(getattr(state, "_metadata", {})))
+    return Rest(values, owned - parameters.keys(), elsewhere, dict(getattr(state, "_metadata", None) or {}))
 
 
 def _trained_on_other_ranks(optimizer: LiveOptimizer) -> set[int]:
