@@ -21,9 +21,9 @@ def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
     """A ``step`` without gradients, with torch's hooks around it and its name in profiles, and not compiled.
 
     torch wraps every optimizer's step for hooks and profiles, and takes 10 µs for the name alone. Its wrapper is used
-    here too, but entered only while a profiler runs or a hook is registered. So is what ``torch.no_grad()`` calls, in a
-    seventh of its time. A step that fails forgets what a ``GradScaler`` has told of its gradients: the scaler does so
-    after a step that succeeds, and would multiply the next scale by what it finds.
+    here too, but entered only while a profiler runs or a hook is registered; and ``torch.no_grad()`` is replaced by
+    what it calls, in a seventh of its time. A step that fails forgets what a ``GradScaler`` has told of its gradients:
+    the scaler does so after a step that succeeds, and would multiply the next scale by what it finds.
     """
     with_hooks = Optimizer.profile_hook_step(torch.no_grad()(step))
 
