@@ -7,4 +7,5 @@ What is where:
     storage joined                            buckets; many tensors as one
     streamed rolling tree                     gradients that are not kept, and sums of all micro-batches in one tree
     forward_gathers early_reads               what the next forward pass waits for, and what it reads too early
+    compiled                                  modules that are compiled, or run inside of such
 """

@@ -10,6 +10,7 @@ What is where:
     storage followed_writes                   dtypes of parameters, masters, step counts; masters that follow writes
     adamw_options adamw_state adamw_codes     AdamW's options, states and their 8-bit codes
     adamw_paths adamw_step                    what updates a parameter; the prepared step, with the kernels' part
+    adamw_steady                              taking a step like the one before
     adamw_parts adamw_torch                   plain torch's part, and its step
     muon_base muon_options muon_entries       what Muon's classes share, their options, and matrices
     muon_batches muon_planner muon_steady     what is stepped together, its step, recognising one like the one before
