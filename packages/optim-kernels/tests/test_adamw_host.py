@@ -270,6 +270,19 @@ def test_a_limit_that_becomes_negative_in_place_is_refused() -> None:
         optimizer.step()
 
 
+def test_a_number_beyond_fp64_is_refused_each_time() -> None:
+    """Not only at first, with the numbers before taken in its place from then on."""
+    (p,) = make_params([(5,)])
+    optimizer = TritonAdamW([p], impl="triton")
+    optimizer.step()
+    before = p.detach().clone()
+    optimizer.param_groups[0]["lr"] = 10**400
+    for _ in range(2):
+        with pytest.raises(OverflowError, match="too large"):
+            optimizer.step()
+    assert torch.equal(p, before)
+
+
 def test_the_norm_is_known_of_a_step_that_its_learning_rate_ends() -> None:
     params = make_params()
     optimizer = TritonAdamW(params, impl="triton", max_norm=1.0)

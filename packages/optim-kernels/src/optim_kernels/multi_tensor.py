@@ -108,7 +108,7 @@ def upload(content: bytes, on_device: Tensor) -> None:
         ctypes.memmove(on_device.data_ptr(), content, len(content))
         return
     capturing = is_capturing(on_device.device)
-    if len(content) <= STAGED and not capturing:
+    if 0 < len(content) <= STAGED and not capturing:
         on_device.copy_(torch.frombuffer(bytearray(content), dtype=on_device.dtype), non_blocking=True)
         return
     # torch pools pinned memory and reuses it once no copy reads it any more, so this soon allocates nothing new

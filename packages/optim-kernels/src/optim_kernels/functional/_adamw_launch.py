@@ -283,10 +283,11 @@ class AdamWLaunch:
     def _set_scalars(self, scalars: Sequence[AdamWScalars], numbers: bool) -> None:
         if not numbers:
             scalars = [each._replace(lr=readable(each.lr, self._device)) for each in scalars]
+        # first, since a number may be too large for a row
+        rows = hyperparameter_rows(scalars)
         # a copy, because the caller may write to its list
         self._scalars = list(scalars) if numbers else ()
         self._scalar_tensors = [] if numbers else [v for each in scalars for v in each if isinstance(v, Tensor)]
-        rows = hyperparameter_rows(scalars)
         if rows != self._scalar_rows:
             self._scalar_rows = rows
             self._is_uploaded = False
