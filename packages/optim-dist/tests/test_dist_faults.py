@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint
-from optim_dist._checkpoint import loading, manifest
+from optim_dist._checkpoint import contents, loading, manifest, saving
 from optim_utils.testing import RankFailure, run_ranks
 
 
@@ -378,6 +378,42 @@ def test_what_fails_on_one_rank_in_a_checkpoint_is_an_error_on_all(tmp_path):
         for text, (*_, expected) in zip(texts, [*SAVE_FAULTS, *LOAD_FAULTS], strict=True):
             assert text.startswith(f"checkpoint {tmp_path}/x was not ")
             assert text.endswith(f":\n  {expected}")
+
+
+def no_room(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+# what takes memory of a rank while a save takes its snapshot; whether of a DTensor
+SNAPSHOT_FAULTS = [("on_host", False), ("on_host", True), ("describe_state", False), ("flat_part", False)]
+
+
+def run_out_of_memory_in_turn(rank, world_size, folder):
+    mesh = init_device_mesh("cpu", (world_size,))
+    plain, cut = (nn.Parameter(value) for value in (torch.ones(10_000), distribute_tensor(torch.ones(6, 5), mesh)))
+    found = []
+    for number, (function, is_cut) in enumerate(SNAPSHOT_FAULTS):
+        parameter = cut if is_cut else plain
+        optimizer = TritonDistAdamW([("w", parameter)], timeout=5)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(contents if function == "flat_part" else saving, function, no_room)
+            with pytest.raises(RuntimeError) as raised:
+                checkpoint.save(f"{folder}/{number}", None, optimizer)
+        found.append(str(raised.value))
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        checkpoint.save(f"{folder}/{number}", None, optimizer)
+        optimizer.close()
+    return found
+
+
+def test_a_rank_without_memory_for_what_it_saves_is_an_error_on_all_and_training_goes_on(tmp_path):
+    for texts in run_ranks(run_out_of_memory_in_turn, 3, str(tmp_path), timeout=60):
+        for number, text in enumerate(texts):
+            why = "rank 1: OutOfMemoryError: CUDA out of memory"
+            assert text == f"checkpoint {tmp_path}/{number} was not saved:\n  {why}"
 
 
 def go_on_without_a_rank(rank, world_size, folder, closes, is_eager):

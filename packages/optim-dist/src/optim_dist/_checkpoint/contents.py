@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from optim_dist._checkpoint.codes import in_files, join_codes, whole_shape
 from optim_dist._checkpoint.common import without_numpy_scalars
+from optim_dist._checkpoint.faults import Problems
 from optim_dist._checkpoint.manifest import SavedParameter, SavedState
 from optim_dist._checkpoint.reshard import VALUE
 from optim_dist._checkpoint.rows import Part, row_pieces, to_rows
@@ -58,8 +59,10 @@ def pieces_of(optimizer: LiveOptimizer, index: int) -> list[Piece]:
     return optimizer.plan.ranges(index)
 
 
-def own_parts(optimizer: LiveOptimizer, specs: list[ParameterSpec], to_host: ToHost) -> dict[str, dict[str, Tensor]]:
-    """``{parameter: {"value" or state key: flat part}}`` of this rank, on the CPU. Collective if there are DTensors."""
+def own_parts(
+    optimizer: LiveOptimizer, specs: list[ParameterSpec], to_host: ToHost
+) -> tuple[dict[str, dict[str, Tensor]], list[Part]]:
+    """``{parameter: {"value" or state key: flat part}}`` of this rank, on the CPU, and what ``add_rows`` will add."""
     parts: dict[str, dict[str, Tensor]] = {}
     cut: list[Part] = []
     for shard in optimizer.shards():
@@ -73,9 +76,25 @@ def own_parts(optimizer: LiveOptimizer, specs: list[ParameterSpec], to_host: ToH
                 cut.append(Part(spec.name, key, local(value).detach(), spec.shape))
             elif pieces_of(optimizer, shard.index)[0].rank == optimizer.communicator.rank:
                 parts.setdefault(spec.name, {})[key] = to_host(in_memory_order(local(value).detach()))
+    return parts, cut
+
+
+def add_rows(
+    parts: dict[str, dict[str, Tensor]],
+    cut: Sequence[Part],
+    optimizer: LiveOptimizer,
+    specs: list[ParameterSpec],
+    to_host: ToHost,
+) -> Problems:
+    """Add this rank's rows of DTensors to ``parts``; collective if there are any.
+
+    Returns what has failed on this rank beside the exchange, in which it has taken part to the end all the same.
+    """
+    problems = Problems(optimizer.communicator.rank)
     for part in to_rows(cut, layouts_by_name(optimizer, specs), optimizer.communicator):
-        parts.setdefault(part.name, {})[part.key] = to_host(part.local.reshape(-1))
-    return parts
+        with problems.noted():
+            parts.setdefault(part.name, {})[part.key] = to_host(part.local.reshape(-1))
+    return problems
 
 
 def describe_state(optimizer: LiveOptimizer, specs: list[ParameterSpec]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import nn
 from optim_dist._checkpoint import background
 from optim_dist._checkpoint.background import Saving
 from optim_dist._checkpoint.contents import (
+    add_rows,
     describe_state,
     group_members,
     group_options,
@@ -63,18 +64,23 @@ def save(
     communicator.check_ranks()
     destination = _agreed(Destination(folder, "", old, copies, may_be_fewer), opt, options, faults)
     opt.wait()
+    staging = Staging()
+    to_host = staging.copy if async_ else on_host
     with raised_together(communicator, destination.failed):
         (rest, _, elsewhere, forms), specs = rest_of_model(model, opt), named_specs(opt, model)
         names = plain_names([*(spec.name for spec in specs), *rest])
         specs = [replace(spec, name=names[spec.name]) for spec in specs]
         rest = {names[name]: value for name, value in rest.items()}
+        # takes memory, of which one rank may have too little
+        parts, cut = own_parts(opt, specs, to_host)
     _check_names(specs, communicator, destination.failed)
-    staging = Staging()
     is_first = communicator.rank == 0
     # collective if there are DTensors, so not inside ``raised_together``
-    parts = own_parts(opt, specs, staging.copy if async_ else on_host)
+    late = add_rows(parts, cut, opt, specs, to_host)
     common: dict[str, Any] = {"model": whole_rest(rest, opt)}
-    with raised_together(communicator, destination.failed):
+    with raised_together(communicator, destination.failed) as problems:
+        problems += late.found
+        described = describe_state(opt, specs)
         if is_first:
             common |= {"groups": group_options(opt), "members": group_members(specs), "extra": extra}
             common["elsewhere"] = sorted(plain_names(elsewhere).values())
@@ -90,7 +96,7 @@ def save(
         specs,
         [pieces_of(opt, index) for index in range(len(specs))],
         parts,
-        describe_state(opt, specs),
+        described,
         common if is_first else {},
     )
     if not async_:
