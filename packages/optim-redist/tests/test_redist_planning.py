@@ -31,6 +31,7 @@ from optim_redist import (
     Mesh,
     Plan,
     PlanInfeasibleError,
+    Ragged,
     RedistError,
     RepeatedExchange,
     Topology,
@@ -629,6 +630,18 @@ def test_relabelling_keeps_most_data_where_it_is() -> None:
         assert sorted(renamed.dst.mesh.ranks) == sorted(dst.mesh.ranks)
         before, after = (sum(Problem(shape, src, p.dst).num_kept.values()) for p in (kept, renamed))
         assert after >= before
+
+
+def test_where_renumbered_ranks_exceed_the_limit_they_keep_their_numbers() -> None:
+    src, dst = (Layout(Mesh(2), [(0, Ragged(cuts))]) for cuts in ((0, 5, 6), (0, 1, 6)))
+    made = plan((6,), "int64", src, dst, relabel=True)
+    assert made.dst.mesh.ranks == (1, 0)
+    # renumbered, rank 0 holds five elements of the source and five of the target
+    limit = 8 * 8
+    made = plan((6,), "int64", src, dst, relabel=True, memory_limit=limit)
+    assert made == plan((6,), "int64", src, dst, memory_limit=limit)
+    with pytest.raises(PlanInfeasibleError, match="source 40 \\+ target 8 = 48 bytes; no method"):
+        plan((6,), "int64", src, dst, relabel=True, memory_limit=40)
 
 
 def test_the_assignment_is_the_best_of_all() -> None:

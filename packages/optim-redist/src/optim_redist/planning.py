@@ -118,7 +118,8 @@ def plan(
             measured as latency and bandwidth of a rank.
         memory_limit: bytes that no rank may exceed with source, target and buffers together.
         donate: the source may be given up once it has been read.
-        relabel: the target's ranks may be renumbered so that most data stays; ``Plan.dst`` has the new numbers.
+        relabel: the target's ranks may be renumbered so that most data stays; ``Plan.dst`` has the new numbers. They
+            keep their own if only so there is a plan under ``memory_limit``.
         deterministic: reduce in rank order, whatever the library could do faster.
         planners: names of the planners to ask; by default all but "notebook", whose search takes milliseconds to
             seconds, and, without a ``budget``, "collectives".
@@ -165,8 +166,6 @@ def plan(
             # nothing is divided
             partial_init = "owner"
         model = (cost_model or CommModel.preset("flat")).in_groups_of(topology)
-        if relabel:
-            dst = relabelled(Problem(shape, src, dst, partial_init))
         question = _Question(
             shape=shape,
             src=src,
@@ -181,7 +180,11 @@ def plan(
             budget=budget,
             planners=asked,
         )
-        known = _as_written(_decided(question), name, src, dst)
+        if relabel:
+            renumbered = question._replace(dst=relabelled(Problem(shape, src, dst, partial_init)))
+            # there may be room under the limit for the target as it was given, if not for what keeps most data in place
+            question = renumbered if _fits(renumbered) else question
+        known = _as_written(_decided(question), name, src, question.dst)
         _plans.put(key, known)
     return known
 
@@ -240,6 +243,15 @@ def _as_written(decision: _Decision, dtype: str, src: Layout, dst: Layout) -> Pl
     # a frozen dataclass's __init__ sets field after field, which takes as long as computing all bounds
     vars(made).update(decision, dtype=dtype, src=src, dst=dst, steps=steps)
     return made
+
+
+def _fits(question: _Question) -> bool:
+    """Whether there is a plan under the question's memory limit."""
+    try:
+        _decided(question)
+    except PlanInfeasibleError:
+        return False
+    return True
 
 
 def _decided(question: _Question) -> _Decision:
