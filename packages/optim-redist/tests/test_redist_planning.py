@@ -644,6 +644,15 @@ def test_where_renumbered_ranks_exceed_the_limit_they_keep_their_numbers() -> No
         plan((6,), "int64", src, dst, relabel=True, memory_limit=40)
 
 
+def test_a_reduction_of_no_elements_is_local() -> None:
+    src, dst = (Layout(Mesh(4), [None, None], {0: op} if op else {}) for op in ("sum", None))
+    made = plan((8, 0), "bf16", src, dst)
+    # a relay, for example, does not take the time of two exchanges
+    assert (made.planner, made.alternatives) == ("local", ())
+    verify(made)
+    assert all(part is not None for part in simulate(made, [torch.empty(8, 0, dtype=torch.bfloat16)] * 4).values())
+
+
 def test_the_assignment_is_the_best_of_all() -> None:
     rng = random.Random(0)
     for _ in range(100):

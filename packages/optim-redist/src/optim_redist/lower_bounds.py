@@ -138,11 +138,10 @@ def bounds_of(problem: Problem, topology: Topology | None = None, *, itemsize: i
     reduction = _reduction_bound(problem)
     lb = max(recv, send, reduction)
     kind: BoundKind = "receive" if lb == recv else "send" if lb == send else "reduction"
-    # where no rank lacks anything, nothing has to cross a border, and it takes no counting
-    nothing_moves = lb == 0 and problem.num_contributions == 1
     cuts = tuple(
         [
-            Cut(level, group.ranks, *((0, 0) if nothing_moves else group.crossing()), bandwidth)
+            # where no rank lacks anything, nothing has to cross a border, and it takes no counting
+            Cut(level, group.ranks, *(group.crossing() if lb else (0, 0)), bandwidth)
             for level, group, bandwidth in _borders(problem, topology)
         ]
     )

@@ -59,7 +59,7 @@ def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = N
     """The planners' candidates, in a fixed order, and the applicable planners that were not asked, with the reason."""
     if asked is not None and set(asked) - {"local", *_PLANNERS}:
         raise RedistError(f"planners are {['local', *_PLANNERS]}, got {list(asked)}")
-    if limits.lb == 0 and request.problem.num_contributions == 1:
+    if limits.lb == 0:
         return [_local(request, limits)], []
     found: list[Candidate] = []
     hopeless: Losers = []
