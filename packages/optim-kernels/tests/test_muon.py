@@ -124,6 +124,21 @@ def test_what_is_no_group_is_refused_in_torchs_words() -> None:
         TritonMuon([p]).add_param_group(3)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("build", [TritonMuon, TritonMuon.keller, TritonMuon.nanochat])
+def test_it_is_built_again_from_its_defaults(build: Any) -> None:
+    """So do wrappers that put other parameters in the place of those they were given: ``type(o)(params, **defaults)``.
+
+    A group added to it has what those of the first have.
+    """
+    params, others, late = (parameters((6, 4), (4, 6)) for _ in range(3))
+    first = build(params, lr=0.1, split_rows=2, beta2=0.9)
+    again = type(first)(others, **first.defaults)
+    again.add_param_group({"params": late})
+    of_first = {key: value for key, value in first.param_groups[0].items() if key != "params"}
+    for group in again.param_groups:
+        assert {key: value for key, value in group.items() if key != "params"} == of_first
+
+
 def test_a_variant_leaves_the_constructors_arguments_alone() -> None:
     """An argument that is not the default holds for a group that names a variant, unless the group has its own."""
     p, q = parameters((6, 4), (6, 4))

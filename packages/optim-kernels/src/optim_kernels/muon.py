@@ -114,8 +114,8 @@ class TritonMuon(MuonOptimizer):
         given = locals()
         workspace_for(ns_workspace_mb)  # raises for values that it refuses
         self._ns_workspace_mb = ns_workspace_mb
-        defaults = {key: given[key] for key in DEFAULTS if key != "views"}
-        super().__init__(params, {**defaults, "views": None})
+        # what is no argument here is none of the defaults: ``type(o)(params, **o.defaults)`` builds such an optimizer
+        super().__init__(params, {key: given[key] for key in DEFAULTS if key in given})
 
     @classmethod
     def keller(
@@ -158,9 +158,12 @@ class TritonMuon(MuonOptimizer):
         its default.
         """
         # anything but a dict is left to torch, which refuses it
-        if isinstance(param_group, dict) and "variant" in param_group:
-            given = given_options(self.defaults, VARIANTS[self._followed])
-            param_group = {**variant_options(param_group["variant"]), **given, **param_group}
+        if isinstance(param_group, dict):
+            if "variant" in param_group:
+                given = given_options(self.defaults, VARIANTS[self._followed])
+                param_group = {**variant_options(param_group["variant"]), **given, **param_group}
+            # the parameters' own, so there is no default of the optimizer's
+            param_group.setdefault("views", None)
         super().add_param_group(param_group)
         try:
             self._check_muon_group(self.param_groups[-1])
