@@ -133,6 +133,22 @@ def test_ranks_outside_of_a_mesh_run_backward_through_to_local() -> None:
     run_ranks(_local_losses_of_some, 3)
 
 
+def _scalar_of_some(rank: int, world: int) -> None:
+    # torch then fills with NaN what is not written
+    torch.use_deterministic_algorithms(True)
+    device_mesh, one = init_device_mesh("cpu", (world,)), DeviceMesh("cpu", [1])
+    start = distribute_tensor(torch.tensor(3.0), device_mesh, [Replicate()], src_data_rank=None).requires_grad_()
+    local = redistribute(start, one, [Replicate()]).to_local()
+    assert local.tolist() == (3.0 if rank == 1 else 0.0)
+    local.backward()
+    assert start.grad is not None
+    assert start.grad.full_tensor().item() == 1.0
+
+
+def test_a_scalar_is_zero_on_ranks_outside_of_a_mesh() -> None:
+    run_ranks(_scalar_of_some, 2)
+
+
 class _Unfollowed(torch.autograd.Function):
     """Some ranks' losses do not depend on the tensor."""
 

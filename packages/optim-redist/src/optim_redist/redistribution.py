@@ -101,9 +101,9 @@ def redistribute(
     """The tensor in other placements, on its own device mesh or another; differentiable.
 
     Every rank of either mesh has to call; a rank outside a mesh has an empty local tensor there, with as many
-    dimensions, so that ``to_local()`` has a gradient. If every rank's part stays as it is, the result shares memory
-    with ``dtensor``, else it has its own. As with ``DTensor.redistribute``, autograd does not see that writing to one
-    of two tensors that share memory changes the other.
+    dimensions, so that ``to_local()`` has a gradient; of a scalar it has a zero. If every rank's part stays as it is,
+    the result shares memory with ``dtensor``, else it has its own. As with ``DTensor.redistribute``, autograd does not
+    see that writing to one of two tensors that share memory changes the other.
 
     Args:
         dtensor: any placements, masked partials and pending norms excepted.
@@ -308,8 +308,11 @@ def _wrapped(moved: Tensor | None, dtensor: DTensor, place: Place, local: Tensor
     cloned: a write to shared memory would change this rank's replica of the source, but not those on other ranks.
     """
     shape = dtensor.shape
-    part = moved if moved is not None else local.new_empty([0] * len(shape))
-    if moved is local and not stays:
+    part = moved
+    if part is None:
+        # a scalar cannot be empty
+        part = local.new_empty([0] * len(shape)) if shape else local.new_zeros(())
+    elif part is local and not stays:
         part = local.clone(memory_format=torch.contiguous_format)
     if place.arrives_as is not None:
         # before the part becomes a DTensor: torch's operations on DTensors forget orders of axes
