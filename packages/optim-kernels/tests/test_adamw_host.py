@@ -746,6 +746,21 @@ def test_a_compiled_training_step_leaves_the_optimizer_out(optimizer_class: Any)
         torch.testing.assert_close(other, eager)
 
 
+def test_the_compilers_capturable_is_refused_in_words_that_say_whose_it_is() -> None:
+    """Where compiled code has written to a group, the compiler gives all groups ``capturable=True``."""
+    torch._dynamo.reset()
+    p = torch.nn.Parameter(torch.ones(4))
+    optimizer = TritonAdamW([p])
+
+    def train() -> None:
+        p.square().sum().backward()
+        optimizer.param_groups[0]["lr"] = 0.5
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match="torch.compile sets it where a compiled function writes to param_groups"):
+        torch.compile(train, backend="eager")()
+
+
 @pytest.mark.parametrize("optimizer_class", [TritonAdamW, TritonMuon])
 def test_steps_while_another_thread_compiles_are_steps(optimizer_class: Any) -> None:
     torch._dynamo.reset()

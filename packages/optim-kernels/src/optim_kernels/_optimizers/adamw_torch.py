@@ -70,7 +70,8 @@ def check_step(
         if group["capturable"] and param.device.type == "cpu":
             raise RuntimeError(
                 f"capturable=True is for steps that a CUDA graph captures, and {names()[param]} is on the CPU; give it "
-                "to a group with capturable=False"
+                "to a group with capturable=False (torch.compile sets it where a compiled function writes to "
+                "param_groups: write to them outside)"
             )
         if differentiable and any(map(_is_leaf_with_gradient, (param, param._base))):
             raise RuntimeError(
