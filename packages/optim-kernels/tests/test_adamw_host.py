@@ -757,7 +757,7 @@ def test_the_compilers_capturable_is_refused_in_words_that_say_whose_it_is() -> 
         optimizer.param_groups[0]["lr"] = 0.5
         optimizer.step()
 
-    with pytest.raises(RuntimeError, match="torch.compile sets it where a compiled function writes to param_groups"):
+    with pytest.raises(RuntimeError, match=r"torch\.compile sets it where a compiled function writes"):
         torch.compile(train, backend="eager")()
 
 
