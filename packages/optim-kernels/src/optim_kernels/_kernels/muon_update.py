@@ -167,7 +167,7 @@ def last_product_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PANEL: tl.constexpr,
+    TILE_GROUP: tl.constexpr,
 ):
     """One tile of the batch of matrices that starts with number ``first_matrix``.
 
@@ -177,7 +177,7 @@ def last_product_kernel(
         return
     pid = tl.program_id(0)
     batch = pid // tiles
-    i, j = rectangle_tile(pid % tiles, rows, columns, PANEL)
+    i, j = rectangle_tile(pid % tiles, rows, columns, TILE_GROUP)
     row, column = i * BLOCK_M, j * BLOCK_N
     acc = multiply_tile(s_desc, x_desc, batch, row, column, K, BLOCK_M, BLOCK_N, BLOCK_K)
     acc = acc * alpha

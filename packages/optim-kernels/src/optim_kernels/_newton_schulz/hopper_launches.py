@@ -18,7 +18,7 @@ from torch import Tensor
 from optim_kernels._kernels.normalize import Norm
 from optim_kernels._newton_schulz.block_launch import NUM_LAUNCHES, BlockLaunch, alignment_of, layout_of
 from optim_kernels._newton_schulz.tile_choice import may_copy_ahead, may_overlap, num_multiprocessors
-from optim_kernels._newton_schulz.tiles import PANEL, WIDE, WIDE_LENGTH, Tile, cdiv, symmetric_tiles
+from optim_kernels._newton_schulz.tiles import TILE_GROUP, WIDE, WIDE_LENGTH, Tile, cdiv, symmetric_tiles
 
 
 class LoneProduct(NamedTuple):
@@ -106,7 +106,7 @@ def _wide_launch(key: tuple[Any, ...], device: torch.device) -> tuple[BlockLaunc
         wide_product_kernel,
         min(batch * tiles, num_multiprocessors(device.index)),
         [(rows, depth), second, *(2 * [(rows // 2, columns)]), (columns, rows // 2)],
-        (b is None, c is not None, scale is not None, PANEL, depth, WIDE.num_stages),
+        (b is None, c is not None, scale is not None, TILE_GROUP, depth, WIDE.num_stages),
         describe=descriptor,
         num_warps=4,
     )
@@ -150,7 +150,7 @@ def _ping_pong_launch(key: tuple[Any, ...], tile: Tile, device: torch.device) ->
         product_kernel,
         min(total, num_multiprocessors(device.index)),
         blocks,
-        (*flags, PANEL, depth, tile.num_stages),
+        (*flags, TILE_GROUP, depth, tile.num_stages),
         describe=descriptor,
         num_warps=4,
     )

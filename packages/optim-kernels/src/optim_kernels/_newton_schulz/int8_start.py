@@ -45,7 +45,7 @@ from optim_kernels._newton_schulz.coefficients import Triple
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.copy_engine import ALIGNMENT, empty_matrices
 from optim_kernels._newton_schulz.tile_choice import has_gluon, num_multiprocessors
-from optim_kernels._newton_schulz.tiles import PANEL, PING_PONG_INT8, cdiv, symmetric_tiles
+from optim_kernels._newton_schulz.tiles import PING_PONG_INT8, TILE_GROUP, cdiv, symmetric_tiles
 
 # Kept launches of the three products.
 NUM_LAUNCHES = 256
@@ -145,7 +145,7 @@ def _launch(kind: int, key: tuple[Any, ...], device: torch.device) -> tuple[Bloc
         int8_product_kernel,
         min(total, num_multiprocessors(device.index)),
         [(side, depth), (side, depth), *(2 * [(side, side)]), (side, side // 2), (side // 2, side)],
-        (kind, scale is not None, PANEL, depth, PING_PONG_INT8.num_stages - (kind != STEP.value)),
+        (kind, scale is not None, TILE_GROUP, depth, PING_PONG_INT8.num_stages - (kind != STEP.value)),
         describe=descriptor,
         num_warps=4,
     )

@@ -30,7 +30,7 @@ from optim_kernels._newton_schulz.hopper_launches import (
 )
 from optim_kernels._newton_schulz.tile_choice import choose_tile, may_overlap, portable_tile
 from optim_kernels._newton_schulz.tiles import (
-    PANEL,
+    TILE_GROUP,
     Tile,
     cdiv,
     general_tile,
@@ -160,7 +160,7 @@ def _symmetric_launch(
     if tile.quartered:
         whole = batch * (sides * (sides - 1) // 2)
         blocks = [block for side in (tile.side, tile.side // 2) for block in (2 * [(side, depth)] + 3 * [(side, side)])]
-        constants: tuple[Any, ...] = (*flags, same, tile.side, depth, PANEL)
+        constants: tuple[Any, ...] = (*flags, same, tile.side, depth, TILE_GROUP)
         launch = BlockLaunch(symmetric.quartered_kernel, whole + 3 * batch * sides, blocks, constants, **options)
         return tile, launch, (whole, sides)
     rows, columns = tile.rows, tile.columns
@@ -170,11 +170,11 @@ def _symmetric_launch(
         options["launch_pdl"] = True
     if tile.joined:
         blocks = [(rows, depth), *(3 * [(rows, rows)])]
-        constants = (*flags, rows, depth, PANEL, overlap)
+        constants = (*flags, rows, depth, TILE_GROUP, overlap)
         launch = BlockLaunch(symmetric.joined_kernel, programs, blocks, constants, **options)
         return tile, launch, (batch * (sides * (sides - 1) // 2), sides)
     blocks = [(rows, depth), (columns, depth), (rows, columns), *(2 * [(rows, columns), (columns, rows)])]
-    constants = (*flags, same, rows, columns, depth, PANEL, overlap, tile.in_fp64)
+    constants = (*flags, same, rows, columns, depth, TILE_GROUP, overlap, tile.in_fp64)
     launch = BlockLaunch(symmetric.symmetric_kernel, programs, blocks, constants, **options)
     return tile, launch, (symmetric_tiles(m, tile), sides)
 
@@ -239,7 +239,7 @@ def _general_launch(
         product.general_kernel,
         programs,
         [(tile.rows, tile.depth), (tile.depth, tile.columns), square, square],
-        (c is not None, scale is not None, alpha is not None, *square, tile.depth, PANEL, overlap, tile.in_fp64),
+        (c is not None, scale is not None, alpha is not None, *square, tile.depth, TILE_GROUP, overlap, tile.in_fp64),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **options,

@@ -65,7 +65,7 @@ class Tile(NamedTuple):
 
 
 # Rows of tiles that share a column's operand while it is in the L2 cache.
-PANEL = 8
+TILE_GROUP = 8
 # Shared memory of a Hopper multiprocessor, and what a program may need beside its stages.
 SHARED_BYTES, BESIDE_STAGES = 228 << 10, 1 << 10
 

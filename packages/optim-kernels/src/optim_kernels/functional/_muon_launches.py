@@ -16,7 +16,7 @@ from optim_kernels._newton_schulz.chain_jobs import Ending
 from optim_kernels._newton_schulz.config import NSConfig, Tiles
 from optim_kernels._newton_schulz.iterations import iterate
 from optim_kernels._newton_schulz.tile_choice import num_multiprocessors
-from optim_kernels._newton_schulz.tiles import PANEL, PING_PONG, cdiv
+from optim_kernels._newton_schulz.tiles import PING_PONG, TILE_GROUP, cdiv
 from optim_kernels._triton import FUSED, TRITON_DTYPES, can_overlap
 from optim_kernels.functional._muon_chains import StepChain
 from optim_kernels.functional._muon_inputs import StepInputs
@@ -286,7 +286,7 @@ class StepLaunches:
             BLOCK_M=tile.rows,
             BLOCK_N=tile.columns,
             BLOCK_K=tile.depth,
-            PANEL=PANEL,
+            TILE_GROUP=TILE_GROUP,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             **FUSED,
@@ -322,7 +322,7 @@ class StepLaunches:
             HAS_C=last.c is not None,
             HAS_SCALE=last.scale is not None,
             **self._options.of_update,
-            GROUP=PANEL,
+            GROUP=TILE_GROUP,
             DEPTH=tile.depth,
             STAGES=tile.num_stages,
             num_warps=4,
