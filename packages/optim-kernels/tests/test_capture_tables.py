@@ -226,11 +226,11 @@ def test_what_a_plan_of_newton_schulz_keeps_was_there_before_its_capture(monkeyp
     monkeypatch.setattr(chain, "ChainLaunch", Launch)
     x, config = torch.randn(3, 20, 24, device=DEVICE), NSConfig(dtype=torch.float16)
     # of matrices that are read as they are, and so need no scales of 1
-    chain.BatchPlan(x.half(), x.shape, config)(x.half())
+    chain.ChainPlan(x.half(), x.shape, config)(x.half())
     _, known = chain._chain_of(config, *x.shape, x.device)
     assert known.tolist() == [1.0, 1.0, 1.0]
     del given[:]
-    chain.BatchPlan(x, x.shape, config)(x)
+    chain.ChainPlan(x, x.shape, config)(x)
     assert all(scales is known for scales in given)
     assert len(given) == 2
 

@@ -197,7 +197,7 @@ class ChainLaunch:
         self._launch.launch((squares, squares, *xs, *xs, squares, *xs), (*tensors, *numbers))
 
 
-class BatchPlan:
+class ChainPlan:
     """Newton–Schulz of batches like ``g [batch, M, N]``, M ≤ N, in one launch after the norms.
 
     Args:

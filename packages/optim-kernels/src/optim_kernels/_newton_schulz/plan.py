@@ -30,7 +30,7 @@ from torch import Tensor
 
 from optim_kernels._kernels.normalize import Norm, Start, apply_row_factors, size_of_room
 from optim_kernels._newton_schulz.buffers import Buffers
-from optim_kernels._newton_schulz.chain import BatchPlan, takes_chain
+from optim_kernels._newton_schulz.chain import ChainPlan, takes_chain
 from optim_kernels._newton_schulz.chain_jobs import Job, Kind, Scale, jobs_of
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.copy_engine import ALIGNMENT, is_readable
@@ -58,7 +58,7 @@ def plan_for(x: Tensor, config: NSConfig) -> Callable[[Tensor], Tensor]:
         return lambda x: torch.empty(shape, dtype=x.dtype, device=x.device)
     count, m, n = prod(shape[:-2]), *shape[-2:]
     if x.is_cuda and takes_chain(count, m, n, config, config.compute_dtype(x), x.device):
-        return BatchPlan(x.reshape(count, m, n), shape, config)
+        return ChainPlan(x.reshape(count, m, n), shape, config)
     return Plan(x.reshape(count, m, n), shape, config)
 
 
