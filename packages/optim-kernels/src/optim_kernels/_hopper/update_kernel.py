@@ -21,7 +21,7 @@ from optim_kernels._hopper.ping_pong_kernels import allocate, multiply, produce
 from optim_kernels._hopper.ring import CONSUMER_REGISTERS, PRODUCER_REGISTERS, barrier, load
 from optim_kernels._hopper.turns import BLOCK
 from optim_kernels._kernels.muon_parameter import read_parameter, updated, write_parameter
-from optim_kernels._kernels.muon_table import MASTER, MASTER_FP32, MASTER_LOW, NUM_FIELDS, P
+from optim_kernels._kernels.muon_table import FP32_MASTER, MASTER, NUM_FIELDS, SPLIT16, P
 from optim_kernels._kernels.muon_tiles import sizes, stride_of
 from optim_kernels._kernels.product import rectangle_tile
 
@@ -89,11 +89,11 @@ def _in_storage(i, j, outer_size, inner_size):
 @gluon.jit
 def fetch_tile(record, i, j, update: gl.constexpr):
     """Prefetch the parameters of tile (i, j) of X to L2, by one warp that does not wait for them."""
-    if update.master_kind == MASTER_FP32:
+    if update.master_kind == FP32_MASTER:
         _fetch(record, i, j, gl.load(record + MASTER), 4)
     else:
         _fetch(record, i, j, gl.load(record + P), update.p_dtype.primitive_bitwidth // 8)
-        if update.master_kind == MASTER_LOW:
+        if update.master_kind == SPLIT16:
             _fetch(record, i, j, gl.load(record + MASTER), 2)
 
 

@@ -10,15 +10,15 @@ packed stream of `optim_utils.rounding`, whose bits are indexed by an element's 
 from __future__ import annotations
 
 from optim_kernels._kernels.muon_table import (
+    FP32_MASTER,
     GROUP,
     LR,
     MASTER,
-    MASTER_FP32,
-    MASTER_LOW,
     NO_MASTER,
     NUM_HYPER,
     PLACE,
     SEED,
+    SPLIT16,
     START,
     STEP,
     WEIGHT_DECAY,
@@ -49,11 +49,11 @@ def _random_bits(record, first_outer, first_inner, ALIGNED: tl.constexpr, LINES:
 @triton.jit
 def read_parameter(record, offsets, mask, P_DTYPE: tl.constexpr, MASTER_KIND: tl.constexpr, ALIGNED: tl.constexpr):
     """Elements of the parameter in fp32, or of its master."""
-    if MASTER_KIND == MASTER_FP32:
+    if MASTER_KIND == FP32_MASTER:
         p = tl.load(pointer_in(record, MASTER, tl.float32, ALIGNED) + offsets, mask=mask, other=0.0)
     else:
         p = tl.load(pointer_in(record, P, P_DTYPE, ALIGNED) + offsets, mask=mask, other=0.0)
-        if MASTER_KIND == MASTER_LOW:
+        if MASTER_KIND == SPLIT16:
             low = tl.load(pointer_in(record, MASTER, tl.int16, ALIGNED) + offsets, mask=mask, other=0)
             p = join_master(p, low)
         else:
@@ -78,12 +78,12 @@ def updated(record, hyper, scale, p, o, CAUTIOUS: tl.constexpr):
 @triton.jit
 def write_parameter(record, offsets, mask, p, P_DTYPE: tl.constexpr, MASTER_KIND: tl.constexpr, ALIGNED: tl.constexpr):
     """Store elements of the parameter, rounded to nearest, and of its master."""
-    if MASTER_KIND == MASTER_LOW:
+    if MASTER_KIND == SPLIT16:
         rounded, low = split_master(p)
         tl.store(pointer_in(record, MASTER, tl.int16, ALIGNED) + offsets, low, mask=mask)
     else:
         rounded = narrow(p, P_DTYPE)
-    if MASTER_KIND == MASTER_FP32:
+    if MASTER_KIND == FP32_MASTER:
         tl.store(pointer_in(record, MASTER, tl.float32, ALIGNED) + offsets, p, mask=mask)
     tl.store(pointer_in(record, P, P_DTYPE, ALIGNED) + offsets, rounded, mask=mask)
 

@@ -37,4 +37,4 @@ TILE = tl.constexpr(64)
 STRIP, STRIP_STEP = tl.constexpr(16), tl.constexpr(256)
 
 # What a parameter keeps beside itself: nothing, an fp32 master, or the int16 low half of one.
-NO_MASTER, MASTER_FP32, MASTER_LOW = map(tl.constexpr, MASTER_KINDS.values())
+NO_MASTER, FP32_MASTER, SPLIT16 = map(tl.constexpr, MASTER_KINDS.values())
