@@ -35,9 +35,6 @@ are the first: the last ones start when one of the launch before ends, and all o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -50,17 +47,14 @@ from optim_kernels._hopper.ring import (
     PRODUCER_REGISTERS,
     barriers,
     blocks_of,
-    descriptor,
     initialise,
     load,
     room_for_barriers,
 )
 from optim_kernels._kernels.lone_places import lone_place, quotient
-from optim_kernels._newton_schulz.block_launch import BlockLaunch
-from optim_kernels._newton_schulz.tiles import Tile
 
 # Registers of a thread where TALL is 1, consumer or producer: a program starts sooner where none change hands.
-_REGISTERS = gl.constexpr(128)
+REGISTERS = gl.constexpr(128)
 # Of three consumers, the second and third.
 _CONSUMER_REGISTERS_OF_THREE = gl.constexpr(152)
 
@@ -312,7 +306,7 @@ def lone_kernel(
                 (_produce, (descs, ring, where, K, flags)),
             ],
             [1],
-            [_REGISTERS],
+            [REGISTERS],
         )
     elif TALL == 2:
         gl.warp_specialize(
@@ -335,19 +329,3 @@ def lone_kernel(
             [4, 4, 1],
             [_CONSUMER_REGISTERS_OF_THREE, _CONSUMER_REGISTERS_OF_THREE, PRODUCER_REGISTERS],
         )
-
-
-def lone_launch(tile: Tile, grid: tuple[int, int], flags: Sequence[int], *, overlap: bool, early: bool) -> BlockLaunch:
-    """A launch for matrices of 16 bits.
-
-    ``grid``: programs of a matrix, matrices; ``flags``: from SYMMETRIC to IN_EIGHTS; ``early``: what still runs when
-    this launch starts makes nothing but the scale.
-    """
-    side: int = SIDE.value
-    options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
-    if tile.rows == side:
-        options["maxnreg"] = _REGISTERS.value
-    constants = (*flags, tile.num_stages, tile.rows // side, tile.columns // side, overlap, overlap and early)
-    return BlockLaunch(
-        lone_kernel, (*grid, 1), 5 * [(side, side)], constants, describe=descriptor, num_warps=4, **options
-    )

@@ -45,14 +45,27 @@ class LoneProduct(NamedTuple):
 def lone_launch(
     tile: Tile, grid: tuple[int, int], flags: LoneProduct, device: torch.device, early: bool = False
 ) -> BlockLaunch:
-    """A launch of programs that have a multiprocessor each; ``grid``: programs of a matrix, matrices."""
-    from optim_kernels._hopper import lone_kernel
+    """A launch of programs that have a multiprocessor each, for matrices of 16 bits.
+
+    ``grid``: programs of a matrix, matrices; ``early``: what still runs when it starts makes nothing but the scale.
+    """
+    # Gluon
+    from optim_kernels._hopper.lone_kernel import REGISTERS, lone_kernel
+    from optim_kernels._hopper.lone_tiles import SIDE
+    from optim_kernels._hopper.ring import descriptor
 
     programs = grid[0] * grid[1]
     overlap = may_overlap(tile, programs, device)
     if flags.ahead and not (overlap and may_copy_ahead(programs, device)):
         flags = flags._replace(ahead=False)
-    return lone_kernel.lone_launch(tile, grid, flags, overlap=overlap, early=early)
+    side: int = SIDE.value
+    options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
+    if tile.rows == side:
+        options["maxnreg"] = REGISTERS.value
+    constants = (*flags, tile.num_stages, tile.rows // side, tile.columns // side, overlap, overlap and early)
+    return BlockLaunch(
+        lone_kernel, (*grid, 1), 5 * [(side, side)], constants, describe=descriptor, num_warps=4, **options
+    )
 
 
 def run_lone_launch(
