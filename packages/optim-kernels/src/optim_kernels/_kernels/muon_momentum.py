@@ -46,6 +46,7 @@ from optim_kernels._kernels.muon_tiles import (
     tile_of,
     tile_offsets,
 )
+from optim_kernels._kernels.normalize import divisor_of
 from optim_kernels._triton import let_next_start, narrow, tl, triton, wait_for_previous
 
 # How many pieces of TILE elements the sample has.
@@ -213,17 +214,6 @@ def momentum_kernel(
     store_x(record, X, first_outer, first_inner, narrow(u * tl.load(units + matrix), X_DTYPE), ALIGNED)
 
 
-@triton.jit
-def _divisor(norm, norm_scale, eps, ADD_EPS: tl.constexpr):
-    """N, in fp64; 1 where it would be zero. A NaN norm stays NaN."""
-    divisor = norm * norm_scale
-    if ADD_EPS:
-        divisor = divisor + eps
-    else:
-        divisor = tl.where(divisor < eps, eps, divisor)
-    return tl.where(divisor == 0.0, 1.0, divisor)
-
-
 @triton.jit(do_not_specialize=["num_chains"])
 def norm_kernel(
     table,
@@ -273,7 +263,7 @@ def norm_kernel(
             u = _moved(places, outer, inner, hyper, control, G_DTYPE, B_DTYPE, NESTEROV, MAXIMIZE, ALIGNED, TILE, TILE)
             store_x(record, X, outer, inner, narrow(u * unit, X_DTYPE), ALIGNED)
     if tl.program_id(1) == 0:
-        scale = 1.0 / (_divisor(norm, norm_scale, eps, ADD_EPS) * unit.to(tl.float64))
+        scale = 1.0 / (divisor_of(norm, norm_scale, eps, ADD_EPS) * unit.to(tl.float64))
         # a zero matrix has to stay zero, but with a small eps σ² is infinite in fp32, and 0 · ∞ is NaN
         scale = tl.where(norm == 0.0, 1.0, scale)
         tl.store(scales + matrix, scale.to(tl.float32))
@@ -394,7 +384,7 @@ def equilibrate_kernel(
         equal += squares / tl.where(squares < 1e-12, 1e-12, squares)
     of_row = tl.sqrt(tl.sum(total, axis=0) / rows.to(tl.float64))
     norm = of_row * tl.sqrt(tl.sum(equal, axis=0))
-    scale = of_row / (_divisor(norm, norm_scale, eps, ADD_EPS) * _ROW_NORM)
+    scale = of_row / (divisor_of(norm, norm_scale, eps, ADD_EPS) * _ROW_NORM)
     tl.store(scales + matrix, scale.to(tl.float32))
     tl.store(squared_scales + matrix, (scale * scale).to(tl.float32))
     _clear(progress, num_chains)

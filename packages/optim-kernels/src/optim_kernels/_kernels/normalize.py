@@ -97,9 +97,9 @@ def _sum_of(partials, batch, parts, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _divisor(squares, norm_scale, eps, ADD_EPS: tl.constexpr):
-    """N in fp64 of a sum of squares, 1 where it is zero."""
-    scaled = tl.sqrt(squares) * norm_scale
+def divisor_of(norm, norm_scale, eps, ADD_EPS: tl.constexpr):
+    """N, in fp64; 1 where it would be zero."""
+    scaled = norm * norm_scale
     # max would drop a NaN
     divisor = scaled + eps if ADD_EPS else tl.where(scaled < eps, eps, scaled)
     return tl.where(divisor == 0.0, 1.0, divisor)
@@ -108,7 +108,7 @@ def _divisor(squares, norm_scale, eps, ADD_EPS: tl.constexpr):
 @triton.jit
 def inverse_norm(squares, norm_scale, eps, ADD_EPS: tl.constexpr):
     """1/N in fp64 of a sum of squares; a zero matrix stays zero whatever it is, so 1 there."""
-    return tl.where(squares == 0.0, 1.0, 1.0 / _divisor(squares, norm_scale, eps, ADD_EPS))
+    return tl.where(squares == 0.0, 1.0, 1.0 / divisor_of(tl.sqrt(squares), norm_scale, eps, ADD_EPS))
 
 
 @triton.jit(do_not_specialize=["columns"])
@@ -137,7 +137,8 @@ def scale_kernel(
     tile, batch = tl.program_id(0), tl.program_id(1)
     at, exists = _tile(g, batch, tile, columns, batch_stride, row_stride, column_stride, M, N, BLOCK_M, BLOCK_N)
     value = tl.load(at, mask=exists, other=0.0).to(tl.float32)
-    divisor = _divisor(_sum_of(partials, batch, parts, PARTS), norm_scale, eps, ADD_EPS).to(tl.float32)
+    norm = tl.sqrt(_sum_of(partials, batch, parts, PARTS))
+    divisor = divisor_of(norm, norm_scale, eps, ADD_EPS).to(tl.float32)
     at, exists = _tile(x, batch, tile, columns, x_batch_stride, x_row_stride, 1, M, N, BLOCK_M, BLOCK_N)
     tl.store(at, narrow(div_rn(value, divisor), x.dtype.element_ty), mask=exists)
 
