@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +61,11 @@ class MuonBatchPlan:
             others there are. With ``"shape"`` they depend on its own shape, if all have the same `alignment_of`.
         spare: how many multiprocessors long launches leave free; see `MuonPlanner`.
         workspace: memory for X, reserved before (`Workspace.reserve`), and for factors; by default a plan has its own.
+
+    Attributes:
+        address_key: `MuonTensors.address_key` of every parameter, when the plan was built.
+        has_run: whether a step was run, and so kernels are compiled and loaded.
+        was_captured: whether a graph of the caller's holds launches of the plan, and so needs its tables.
     """
 
     def __init__(
@@ -79,7 +83,7 @@ class MuonBatchPlan:
     ) -> None:
         check_tiles(tiles)
         # taken now, since replacing a tensor's ``.data`` later changes its key
-        self._address_key = tuple(t.address_key() for t in tensors)
+        self.address_key = tuple(t.address_key() for t in tensors)
         first = tensors[0]
         ns = ns.of(first.param)
         # kept, because the tables hold their addresses; gradients are the caller's, and may be freed after a step
@@ -125,10 +129,9 @@ class MuonBatchPlan:
         self._launches = StepLaunches(self._tables, families, chains, self._inputs, options)
         self._grad_addresses: list[int] = []
         self._copies: list[Tensor] = []
-        # whether a graph of the caller's holds launches
-        self._was_captured = False
+        self.was_captured = False
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._has_run = False
+        self.has_run = False
         self.refresh(grads)
 
     def run(
@@ -149,12 +152,12 @@ class MuonBatchPlan:
             self._forget_recorded()
         if capturing:
             self._launches.keep_for_graph()
-            self._was_captured = True
+            self.was_captured = True
         # tell autograd, which then refuses to differentiate through the overwritten values
         torch.autograd.graph.increment_version(self._params)
-        if capturing or self._device.type != "cuda" or not self._has_run:
+        if capturing or self._device.type != "cuda" or not self.has_run:
             self._launches.run()
-            self._has_run = True
+            self.has_run = True
             return
         if self._graph is None:
             graph, stream = torch.cuda.CUDAGraph(), side_stream(self._device)
@@ -224,21 +227,6 @@ class MuonBatchPlan:
         for matrix, tiles in zip(self._matrices, self._tile_words, strict=True):
             words[id(self._params[matrix.parameter])][tiles] = None
         return {param: "; ".join(distinct) for param, distinct in words.items()}
-
-    @property
-    def has_run(self) -> bool:
-        """Whether a step was run, and so kernels are compiled and loaded."""
-        return self._has_run
-
-    @property
-    def was_captured(self) -> bool:
-        """Whether a graph of the caller's holds launches of the plan, and so needs its tables."""
-        return self._was_captured
-
-    @property
-    def address_key(self) -> tuple[tuple[Any, ...], ...]:
-        """`MuonTensors.address_key` of every parameter, when the plan was built."""
-        return self._address_key
 
 
 def workspace_of(

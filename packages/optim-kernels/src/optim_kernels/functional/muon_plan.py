@@ -272,7 +272,7 @@ class MuonPlan:
         wanted = []
         for kind, members in kinds.items():
             key = (kind, rule, ns, variance)
-            plan = self._known_plan(key, [t.address_key() for t in members])
+            plan = self._known_plan(key, tuple(t.address_key() for t in members))
             if plan is None and is_capturing(members[0].param.device):
                 raise RuntimeError(NOT_READY)
             wanted.append((key, members, plan))
@@ -294,10 +294,10 @@ class MuonPlan:
                 plan.refresh([t.grad for t in members])
             self._batches.append(_Batch(key, first.param.device, draws_bits, places, plan))
 
-    def _known_plan(self, key: tuple[Any, ...], addresses: list[Any]) -> MuonBatchPlan | None:
+    def _known_plan(self, key: tuple[Any, ...], addresses: tuple[Any, ...]) -> MuonBatchPlan | None:
         """A plan of before, of the same options and of tensors at the same addresses."""
         known = (batch.plan for batch in (*self._batches, *self._captured) if batch.key == key)
-        return next((plan for plan in known if list(plan.address_key) == addresses), None)
+        return next((plan for plan in known if plan.address_key == addresses), None)
 
     @torch.no_grad()
     def refresh(self, grads: Sequence[Tensor]) -> None:
