@@ -21,7 +21,8 @@ from optim_kernels.muon_groups import MuonPlanner, ns_config_of
 
 pytest.importorskip("triton")
 from optim_kernels._newton_schulz.int8_start import nbytes_of_first_step
-from optim_kernels.functional._muon_batch_plan import MuonBatchPlan, MuonTensors, workspace_of
+from optim_kernels.functional._muon_batch_plan import MuonBatchPlan, workspace_of
+from optim_kernels.functional._muon_matrices import MuonTensors
 from optim_kernels.functional._muon_workspace import nbytes_of_factors, nbytes_of_x
 from optim_kernels.reference.muon import MuonRule
 

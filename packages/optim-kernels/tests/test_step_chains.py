@@ -18,7 +18,8 @@ from optim_kernels._newton_schulz import chain as hopper_chain
 from optim_kernels._newton_schulz.chain_jobs import Ending
 from optim_kernels.functional import _muon_launches as launches_of_a_plan
 from optim_kernels.functional import _muon_tables as tables_of_a_plan
-from optim_kernels.functional._muon_batch_plan import MuonBatchPlan, MuonTensors
+from optim_kernels.functional._muon_batch_plan import MuonBatchPlan
+from optim_kernels.functional._muon_matrices import MuonTensors
 from optim_kernels.functional._muon_tables import PANEL, ChainedBatches, MuonTables, num_rectangular
 
 

@@ -17,7 +17,7 @@ from optim_kernels._optimizers.muon_options import ns_config_of, rule_of
 from optim_kernels._optimizers.storage import master_of
 
 if TYPE_CHECKING:
-    from optim_kernels.functional._muon_batch_plan import MuonTensors
+    from optim_kernels.functional._muon_matrices import MuonTensors
 
 Options = tuple[Hashable, ...]
 # Options, dtypes and device; then alignment with tiles="shape", and the part's number with a workspace.
@@ -107,7 +107,7 @@ def _tensors_or_reason(entry: MuonEntry, group: Mapping[str, Any], ns: NSConfig)
     if reason is not None:
         return reason
     # needs Triton
-    from optim_kernels.functional._muon_batch_plan import MuonTensors, why_not_plan
+    from optim_kernels.functional._muon_matrices import MuonTensors, why_not_plan
 
     state = entry.state
     tensors = MuonTensors(

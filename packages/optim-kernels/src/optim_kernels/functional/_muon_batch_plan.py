@@ -38,14 +38,11 @@ from optim_kernels.functional._muon_matrices import (
     check_steps,
     is_aligned,
     matrices_of,
-    why_not_plan,
 )
 from optim_kernels.functional._muon_tables import MuonTables, families_of, in_order, moves_in_chain
 from optim_kernels.functional._muon_workspace import Workspace, nbytes_of_factors, nbytes_of_x
 from optim_kernels.multi_tensor import ALIGNMENT, is_capturing
 from optim_kernels.reference.muon import MuonRule
-
-__all__ = ["MuonBatchPlan", "MuonTensors", "alignment_of", "why_not_plan", "workspace_of"]
 
 
 class MuonBatchPlan:

@@ -25,7 +25,8 @@ from optim_utils.compiling import not_compiled
 from optim_utils.param_groups import MatrixView
 
 if TYPE_CHECKING:
-    from optim_kernels.functional._muon_batch_plan import MuonBatchPlan, MuonTensors
+    from optim_kernels.functional._muon_batch_plan import MuonBatchPlan
+    from optim_kernels.functional._muon_matrices import MuonTensors
 
 # The kernels count steps in fp32, which has all whole numbers up to this one.
 MOST_STEPS = 2**24
@@ -241,7 +242,7 @@ class MuonPlan:
                 self.others[i] = reason
                 continue
             # needs Triton
-            from optim_kernels.functional._muon_batch_plan import MuonTensors, why_not_plan
+            from optim_kernels.functional._muon_matrices import MuonTensors, why_not_plan
 
             draws_bits = seed is not None and p.dtype == torch.bfloat16 and master is None
             if draws_bits and p.device not in self._counts:
