@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from optim_kernels._dtensors import gradients_of, local
+from optim_kernels._dtensors import gradients_of
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizers import nanochat_checkpoints as nanochat
 from optim_kernels._optimizers.adamw_options import check_adamw_ranges, check_adamw_scalars
-from optim_kernels._optimizers.adamw_paths import NOT_YET_THERE, why_not_stored
+from optim_kernels._optimizers.adamw_paths import NOT_YET_THERE, why_not_kernels
 from optim_kernels._optimizers.adamw_state import MOMENTS, NEEDED, laid_out, zero_state
 from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
 from optim_kernels._optimizers.explaining import launches_line, text_table
@@ -49,8 +49,8 @@ __all__ = ["TritonMuonAdamW"]
 
 # Options of AdamW that groups of kind "adamw" do not have.
 _NOT_HERE = ("amsgrad", "differentiable", "master_weights", "state_dtype", "stochastic_rounding")
-# How these groups store states.
-_AS_TORCH = {"amsgrad": False, "master_weights": None, "state_dtype": None}
+# What stands for them, and for torch's choices of an implementation: nothing asked for.
+_AS_TORCH: dict[str, Any] = dict.fromkeys((*_NOT_HERE, "foreach", "fused"))
 
 
 def _options(group: dict[str, Any]) -> list[Any]:
@@ -299,11 +299,7 @@ def _why_unfit(p: Tensor, grad: Tensor, _: dict[str, Any], state: dict[str, Any]
 
 def _why_not_kernels(p: Tensor, group: dict[str, Any]) -> str | None:
     """What keeps the kernels from updating an AdamW parameter; ``None`` where they do."""
-    if group["impl"] == "torch":
-        return "impl='torch'"
-    if group["impl"] == "auto" and not p.is_cuda:
-        return f"it is on {p.device.type}"
-    return why_not_stored(local(p))
+    return why_not_kernels(p, {**_AS_TORCH, "impl": group["impl"]})
 
 
 def _check_choices(group: dict[str, Any]) -> None:

@@ -31,18 +31,13 @@ def why_not_kernels(param: Tensor, group: dict[str, Any]) -> str | None:
     own = local(param)
     if group["impl"] == "auto" and not group["fused"] and not own.is_cuda:
         return f"it is on {own.device.type}"
-    reason = why_not_stored(own)
-    if reason is None and not {*KERNEL_DTYPES, torch.uint8}.issuperset(moment_dtypes(param, group["state_dtype"])):
-        return "the kernels take moments in fp32, fp16, bf16 and 8-bit codes"
-    return reason
-
-
-def why_not_stored(own: Tensor) -> str | None:
-    """What keeps the kernels from updating a tensor, whatever the options; ``None`` if nothing does."""
     reason = why_not_triton(own)
     if reason is None and is_wrapper(own):
         reason = f"it is a {type(own).__name__}, which has no memory of its own"
-    return reason or why_not_in_place(own)
+    reason = reason or why_not_in_place(own)
+    if reason is None and not {*KERNEL_DTYPES, torch.uint8}.issuperset(moment_dtypes(param, group["state_dtype"])):
+        return "the kernels take moments in fp32, fp16, bf16 and 8-bit codes"
+    return reason
 
 
 def step_device(param: Tensor, group: dict[str, Any]) -> torch.device:
