@@ -36,11 +36,15 @@ class TritonProducts:
         return None
 
     def gram(self, xs: Sequence[Tensor], /, *, exact: bool = False) -> Tensor:
-        m = xs[0].shape[-2]
-        out = empty_matrices(sum(len(x) for x in xs), m, m, like=xs[0])
-        for x, part in zip(xs, out.split([len(x) for x in xs]), strict=True):
+        return self._scaled_grams(xs, [None] * len(xs), exact=exact)
+
+    def _scaled_grams(self, xs: Sequence[Tensor], scales: Sequence[Tensor | None], *, exact: bool) -> Tensor:
+        """``gram`` with a scale for each matrix of an x, or with none."""
+        m, counts = xs[0].shape[-2], [len(x) for x in xs]
+        out = empty_matrices(sum(counts), m, m, like=xs[0])
+        for x, scale, part in zip(xs, scales, out.split(counts), strict=True):
             tile = self._tile(x, x, symmetric=True, exact=exact)
-            symmetric_product(x, x, out=part, tile=tile, exact=exact)
+            symmetric_product(x, x, out=part, scale=scale, tile=tile, exact=exact)
         return out
 
     def symmetric_matmul(

@@ -15,7 +15,7 @@ from optim_kernels._newton_schulz.coefficients import Triple
 from optim_kernels._newton_schulz.config import NSConfig, Tiles
 from optim_kernels._newton_schulz.copy_engine import empty_matrices
 from optim_kernels._newton_schulz.int8_start import first_step, starts_in_int8
-from optim_kernels._newton_schulz.product_launches import general_product, symmetric_product
+from optim_kernels._newton_schulz.product_launches import general_product
 from optim_kernels._newton_schulz.triton_products import TritonProducts
 from optim_kernels.functional._muon_tables import Batch, Family, MuonTables, num_rectangular
 
@@ -42,9 +42,7 @@ class StepProducts(TritonProducts):
         leave_last: do not compute the last rectangular products; they are in ``last`` afterwards.
     """
 
-    def __init__(
-        self, family: Family, ns: NSConfig, tables: MuonTables, *, leave_last: bool, tiles: Tiles = "auto"
-    ) -> None:
+    def __init__(self, family: Family, ns: NSConfig, tables: MuonTables, *, leave_last: bool, tiles: Tiles) -> None:
         super().__init__(tiles)
         self._family, self._ns, self._tables = family, ns, tables
         self._leave_last = leave_last
@@ -72,13 +70,8 @@ class StepProducts(TritonProducts):
         self._grams += 1
         if self._grams > 1:
             return super().gram(xs, exact=exact)
-        m, counts = xs[0].shape[-2], [len(x) for x in xs]
-        out = empty_matrices(sum(counts), m, m, like=xs[0])
-        for x, part, batch in zip(xs, out.split(counts), self._family, strict=True):
-            tile = self._tile(x, x, symmetric=True, exact=exact)
-            squared_scales = self._tables.squared_scales[batch.numbers]
-            symmetric_product(x, x, out=part, scale=squared_scales, tile=tile, exact=exact)
-        return out
+        scales = [self._tables.squared_scales[batch.numbers] for batch in self._family]
+        return self._scaled_grams(xs, scales, exact=exact)
 
     def matmul_add(
         self,
