@@ -32,7 +32,6 @@ from optim_kernels._optimizers.kinds import completed_group
 from optim_kernels._optimizers.muon_base import MuonOptimizer
 from optim_kernels._optimizers.muon_entries import check_state_in_capture
 from optim_kernels._optimizers.muon_explain import HEADER, explain_row, tiles_of
-from optim_kernels._optimizers.muon_planner import MuonPlanner
 from optim_kernels._optimizers.stepping import (
     check_capture,
     checked_factor,
@@ -92,8 +91,8 @@ class TritonMuonAdamW(MuonOptimizer):
     ) -> None:
         check_impl(impl)
         self._norms = GradientNorms(impl)
+        workspace_for(ns_workspace_mb)  # raises for values that it refuses
         self._ns_workspace_mb = ns_workspace_mb
-        self._planner = MuonPlanner(workspace=workspace_for(ns_workspace_mb))
         super().__init__(param_groups, {"max_norm": max_norm, "seed": seed, "capturable": capturable, "impl": impl})
 
     def _is_muon(self, group: dict[str, Any]) -> bool:

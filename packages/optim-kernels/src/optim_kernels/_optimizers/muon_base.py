@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +28,14 @@ class MuonOptimizer(PrivateState, Optimizer):
     """What optimizers with Muon groups share: views of parameters as matrices, in and out of checkpoints."""
 
     _own_options = ("momentum_dtype", "master_weights", "impl")
-    # The grouped launches: derived from groups and state, never saved.
-    _planner: MuonPlanner
     _ns_workspace_mb: float | None = None
     # Reasons for plain torch that were logged already.
     _logged_fallbacks: frozenset[str] = frozenset()
+
+    @cached_property
+    def _planner(self) -> MuonPlanner:
+        """The grouped launches, derived from groups and state, and never saved; once forgotten, a step makes them."""
+        return MuonPlanner(workspace=workspace_for(self._ns_workspace_mb))
 
     def _check_muon_group(self, group: dict[str, Any], *, loaded: bool = False) -> None:
         """Raise where Muon cannot take the group's options or one of its parameters; ``loaded`` as in `check_group`."""
@@ -40,17 +44,11 @@ class MuonOptimizer(PrivateState, Optimizer):
         for i, p in enumerate(group["params"]):
             check_param(p, group, names[p])
             view_of(p, group, i, names[p])
-        self._forget_launches()
-
-    def _forget_launches(self) -> None:
-        """Drop the grouped launches; the next step makes them anew."""
-        if "_planner" not in self.__dict__:
-            self._planner = MuonPlanner(workspace=workspace_for(self._ns_workspace_mb))
         self._planner.forget()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._forget_launches()
+        self._planner.forget()
         for group in self.param_groups:
             if self._is_muon(group):
                 for key, value in DEFAULTS.items():
