@@ -37,10 +37,9 @@ SMS = 132
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles are chosen as on that GPU."""
-    for module in (tile_choice, tables_of_a_plan):
-        monkeypatch.setattr(module, "is_interpreted", lambda: False)
-        monkeypatch.setattr(module, "shared_bytes", lambda _: 227 << 10)
-    for module in (tile_choice, tables_of_a_plan, hopper_chain):
+    monkeypatch.setattr(tile_choice, "is_interpreted", lambda: False)
+    monkeypatch.setattr(tile_choice, "shared_bytes", lambda _: 227 << 10)
+    for module in (tile_choice, hopper_chain):
         monkeypatch.setattr(module, "has_gluon", lambda _: True)
         monkeypatch.setattr(module, "num_multiprocessors", lambda _: SMS)
     monkeypatch.setattr(hopper_chain, "has_short_launch", lambda _: True)

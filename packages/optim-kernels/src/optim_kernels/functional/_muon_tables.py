@@ -16,20 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optim_kernels._impl import is_interpreted
 from optim_kernels._kernels import muon_table as fields
 from optim_kernels._newton_schulz.chain import needs_step_chain, takes_step_chain
 from optim_kernels._newton_schulz.config import NSConfig, Tiles
-from optim_kernels._newton_schulz.tile_choice import has_gluon, num_multiprocessors, shared_bytes
-from optim_kernels._newton_schulz.tiles import (
-    FULL_PRECISION,
-    INTERPRETED,
-    PING_PONG,
-    Tile,
-    cdiv,
-    fitted,
-    general_tile,
-)
+from optim_kernels._newton_schulz.tile_choice import choose_tile
+from optim_kernels._newton_schulz.tiles import PING_PONG, Tile, cdiv, general_tile
 from optim_kernels.functional._muon_matrices import TILE, Matrix, MuonTensors, address_of
 from optim_kernels.functional._muon_workspace import Memory
 
@@ -71,10 +62,10 @@ class Batch:
     @property
     def takes_ping_pong(self) -> bool:
         """Whether the last product that makes X runs on the schedule of `_hopper.ping_pong_kernels`."""
-        if not self.x.is_cuda or self.x.dtype == torch.float32 or not has_gluon(self.x.device.index):
+        if not self.x.is_cuda:
             return False
-        _, m, n = self.shape
-        tile = general_tile(m, n, m, self.chosen_for, num_multiprocessors(self.x.device.index), True)
+        (_, m, n), count = self.shape, self.chosen_for
+        tile = choose_tile(self.x.dtype, self.x.device, lambda sms, hopper: general_tile(m, n, m, count, sms, hopper))
         return tile.ping_pong or tile.cooperative
 
 
@@ -183,14 +174,9 @@ def num_rectangular(shape: Sequence[int], ns: NSConfig, *, in_chain: bool = Fals
 
 
 def _last_tile(x: Tensor, chosen_for: int) -> Tile:
-    if is_interpreted():
-        return INTERPRETED
-    if x.dtype == torch.float32:
-        return FULL_PRECISION
     _, m, n = x.shape
     tiles = chosen_for * cdiv(m, LAST_TILE.rows) * cdiv(n, LAST_TILE.columns)
-    tile = LAST_TILE if tiles > 2 * num_multiprocessors(x.device.index) else SMALL_LAST_TILE
-    return fitted(tile, shared_bytes(x.device.index))
+    return choose_tile(x.dtype, x.device, lambda sms, _: LAST_TILE if tiles > 2 * sms else SMALL_LAST_TILE)
 
 
 def _family_key(matrix: Matrix, ns: NSConfig) -> tuple[int, bool, int]:
