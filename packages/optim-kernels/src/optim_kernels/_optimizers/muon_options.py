@@ -27,8 +27,8 @@ from optim_utils.param_groups import MatrixView
 MissingGrad = Literal["skip", "zero", "raise"]
 KELLER = COEFFICIENTS["keller"][0]
 
-# torch.optim.Muon's options, its order and defaults.
-TORCH_DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = {
+    # torch.optim.Muon's, in its order
     "lr": 1e-3,
     "weight_decay": 0.1,
     "momentum": 0.95,
@@ -37,8 +37,7 @@ TORCH_DEFAULTS: dict[str, Any] = {
     "eps": 1e-7,
     "ns_steps": 5,
     "adjust_lr_fn": None,
-}
-OUR_DEFAULTS: dict[str, Any] = {
+    # ours
     "ns_method": "auto",
     "ns_dtype": None,
     "ns_restarts": None,
@@ -60,7 +59,6 @@ OUR_DEFAULTS: dict[str, Any] = {
     "capturable": False,
     "impl": "auto",
 }
-DEFAULTS: dict[str, Any] = {**TORCH_DEFAULTS, **OUR_DEFAULTS}
 # Read anew in every step; beta2 only as long as it stays None, or stays a number.
 HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "beta2")
 
