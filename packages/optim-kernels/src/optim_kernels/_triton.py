@@ -22,33 +22,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from optim_kernels._impl import is_interpreted
 
-__all__ = [
-    "ALONE",
-    "FIRST",
-    "FUSED",
-    "INTERPRETED",
-    "LATER",
-    "TRITON_DTYPES",
-    "UNFUSED",
-    "Cluster",
-    "Launch",
-    "after_previous",
-    "before_next",
-    "can_overlap",
-    "current_stream",
-    "div_rn",
-    "dot",
-    "fetch",
-    "has_launch_hooks",
-    "has_short_launch",
-    "let_next_start",
-    "narrow",
-    "sqrt_rn",
-    "tl",
-    "triton",
-    "wait_for_previous",
-    "wide",
-]
+# what kernel modules import from here but is Triton's
+__all__ = ["tl", "triton"]
 
 INTERPRETED = tl.constexpr(is_interpreted())
 # An option of every launch: ``a * b + c`` is rounded once, whatever Triton's own default is (it changes with 3.10, and
