@@ -49,7 +49,7 @@ def block(rows, columns):
 def kind(name):
     if name.startswith("right_load"):
         return block(64, 128)
-    if "_load" in name or "_tile" in name:
+    if "_load" in name or "_desc" in name:
         return block(128, 64 if "_load" in name else 128)
     if name in ("entries", "matrices", "state"):
         return "*i32"

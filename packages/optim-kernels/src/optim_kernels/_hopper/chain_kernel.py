@@ -153,10 +153,10 @@ def chain_kernel(
     right_load_0,
     right_load_1,
     right_load_2,
-    square_tile,
-    rectangle_tile_0,
-    rectangle_tile_1,
-    rectangle_tile_2,
+    square_desc,
+    x_desc_0,
+    x_desc_1,
+    x_desc_2,
     entries,
     jobs,
     matrices,
@@ -183,7 +183,7 @@ def chain_kernel(
     """
     # slots of A, then slots of B
     blocks, ready, empty = blocks_of(square_load, 2 * STAGES), barriers(STAGES), barriers(STAGES)
-    buffers = blocks_of(square_tile, 2)
+    buffers = blocks_of(square_desc, 2)
     # barriers of each consumer: C has arrived, its buffer is filled, its buffer is free again; it may multiply
     page, turn = (barriers(2), barriers(2), barriers(2)), barriers(2)
     mail = allocate_mail()
@@ -192,7 +192,7 @@ def chain_kernel(
     ring = (blocks, ready, empty)
     schedule = (entries, jobs, matrices, state, counter, total)
     grams, rights = (gram_load_0, gram_load_1, gram_load_2), (right_load_0, right_load_1, right_load_2)
-    results = (square_tile, right_load_square, (rectangle_tile_0, rectangle_tile_1, rectangle_tile_2))
+    results = (square_desc, right_load_square, (x_desc_0, x_desc_1, x_desc_2))
     both = (scales, squared_scales)
     apart = (diagonals, side)
     flags: gl.constexpr = chain_flags(DEPTH, STAGES, PANELS, ENDING)
