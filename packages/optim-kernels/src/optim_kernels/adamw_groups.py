@@ -1,7 +1,7 @@
 """AdamW parameter groups for other packages' optimizers: the state of a parameter in a group's formats, and steps.
 
 An `AdamWStep` is a step of the kernels that can be repeated: on the same tensors, with the hyperparameters that the
-groups have at that time. What Muon's states need, too, is in `states`; those names are here for who takes them so.
+groups have at that time. What Muon's states need, too, is in `states`, and here as well for code that imports it so.
 """
 
 from optim_kernels._optimizers.adamw_codes import has_codes

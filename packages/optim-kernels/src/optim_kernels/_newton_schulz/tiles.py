@@ -91,7 +91,7 @@ SYMMETRIC: Sequence[tuple[Tile, Cost]] = (
     (Tile(64, 64, 128, 4, 3), Cost(2.85, 0.1, 0.9)),
     (Tile(64, 64, 128, 4, 3, quartered=True), Cost(2.85, 0.1, 0.9)),
 )
-# A quarter reads half of what a tile reads: beyond one round three take the time of so many tiles, as measured.
+# The time of a tile's three quarters in tiles, as measured, beyond one round: each reads half of what a tile reads.
 THREE_QUARTERS = 1.75
 # Two tiles on the diagonal read what one below it reads, and that is what small tiles wait for.
 JOINED = (Tile(64, 64, 128, 4, 3, joined=True), Cost(2.85, 0.1, 0.9))
