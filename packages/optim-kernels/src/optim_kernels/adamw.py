@@ -50,13 +50,7 @@ from optim_kernels._optimizers.group_clipping import (
 from optim_kernels._optimizers.inference import out_of_inference_mode
 from optim_kernels._optimizers.plain_options import with_dtype_names
 from optim_kernels._optimizers.private_state import PrivateState
-from optim_kernels._optimizers.stepping import (
-    check_capture,
-    checked_factor,
-    hooked_step,
-    is_capturing_here,
-    run_closure,
-)
+from optim_kernels._optimizers.stepping import begin_step, hooked_step, is_capturing_here
 from optim_kernels._optimizers.storage import MasterWeights, check_dtype, drop_other_masters, missing_master
 from optim_kernels._options import are_numbers, check_scalars
 from optim_kernels.functional.adamw_plan import AdamWPlan
@@ -223,9 +217,7 @@ class TritonAdamW(PrivateState, TorchAdamW):
         """
         if closure is None and clip_factor is None and self._repeat():
             return None
-        check_capture(self)
-        clip_factor = checked_factor(clip_factor)
-        loss = run_closure(closure)
+        loss, clip_factor = begin_step(self, closure, clip_factor)
         self._update(clip_factor)
         return loss
 

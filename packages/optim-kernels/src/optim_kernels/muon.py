@@ -24,12 +24,7 @@ from optim_kernels._optimizers.muon_options import (
     given_options,
     variant_options,
 )
-from optim_kernels._optimizers.stepping import (
-    check_capture,
-    checked_factor,
-    hooked_step,
-    run_closure,
-)
+from optim_kernels._optimizers.stepping import begin_step, hooked_step
 from optim_kernels._optimizers.storage import MasterWeights
 from optim_kernels.functional._muon_workspace import workspace_for
 from optim_kernels.orthogonalization import Coefficients, EpsMode, Method
@@ -179,9 +174,7 @@ class TritonMuon(MuonOptimizer):
             closure: recomputes the loss, which is returned.
             clip_factor: 0-d tensor that multiplies the gradients, see `clip.clip_factor`.
         """
-        check_capture(self)
-        clip_factor = checked_factor(clip_factor)
-        loss = run_closure(closure)
+        loss, clip_factor = begin_step(self, closure, clip_factor)
         grad_scale, found_inf = self._loss_scaling()
         self._step_muon(self.param_groups, clip_factor=clip_factor, grad_scale=grad_scale, found_inf=found_inf)
         return loss

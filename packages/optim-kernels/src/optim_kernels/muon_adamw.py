@@ -32,12 +32,7 @@ from optim_kernels._optimizers.kinds import completed_group
 from optim_kernels._optimizers.muon_base import MuonOptimizer
 from optim_kernels._optimizers.muon_entries import check_state_in_capture
 from optim_kernels._optimizers.muon_explain import HEADER, explain_row, tiles_of
-from optim_kernels._optimizers.stepping import (
-    check_capture,
-    checked_factor,
-    hooked_step,
-    run_closure,
-)
+from optim_kernels._optimizers.stepping import begin_step, hooked_step
 from optim_kernels._optimizers.storage import check_dtype, drop_other_masters
 from optim_kernels._options import check_switches
 from optim_kernels.functional import adamw_
@@ -132,9 +127,7 @@ class TritonMuonAdamW(MuonOptimizer):
             closure: recomputes the loss, which is returned.
             clip_factor: 0-d tensor that multiplies the gradients, instead of clipping by ``max_norm`` here.
         """
-        check_capture(self)
-        clip_factor = checked_factor(clip_factor)
-        loss = run_closure(closure)
+        loss, clip_factor = begin_step(self, closure, clip_factor)
         grad_scale, found_inf = self._loss_scaling()
         clip_factor = self._clip(grad_scale) if clip_factor is None else clip_factor
         scaling = {"clip_factor": clip_factor, "grad_scale": grad_scale, "found_inf": found_inf}

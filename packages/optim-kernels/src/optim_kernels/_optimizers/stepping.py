@@ -60,33 +60,25 @@ def _hooks_ran_outside(optimizer: Optimizer, step: Callable[..., Any]) -> bool:
     return getattr(outer, "hooked", False) and unwrap(outer, stop=lambda inner: inner is step) is not step
 
 
-def run_closure(closure: Callable[[], Any] | None) -> Any:
-    """The loss of ``closure``, run with gradients enabled; ``None`` without one."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
-
-
-def checked_factor(clip_factor: Any) -> Tensor | None:
-    """The ``clip_factor`` that ``step`` was given, checked before the step begins; a DTensor in full."""
-    check_scalar_tensors(clip_factor=clip_factor)
-    factor: Tensor | None = whole(clip_factor)
-    return factor
-
-
 def is_capturing_here() -> bool:
     """Whether the current stream is being captured into a CUDA graph."""
     # nothing is captured before CUDA is initialised, which is cheaper to find out
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def check_capture(optimizer: Optimizer) -> None:
-    """Raise ``RuntimeError`` when a step is being captured into a graph and a group is not ``capturable``."""
-    if not is_capturing_here():
-        return
-    if not all(group["capturable"] for group in optimizer.param_groups):
+def begin_step(optimizer: Optimizer, closure: Callable[[], Any] | None, clip_factor: Any) -> tuple[Any, Tensor | None]:
+    """The loss of ``closure``, run with gradients enabled, and the ``clip_factor``, a DTensor in full.
+
+    Raises ``RuntimeError`` when the step is being captured into a graph and a group is not ``capturable``.
+    """
+    if is_capturing_here() and not all(group["capturable"] for group in optimizer.param_groups):
         raise RuntimeError(
             f"{type(optimizer).__name__}.step() is being captured into a CUDA graph, but capturable is False in at "
             "least one group; construct the optimizer with capturable=True"
         )
+    check_scalar_tensors(clip_factor=clip_factor)
+    factor: Tensor | None = whole(clip_factor)
+    if closure is None:
+        return None, factor
+    with torch.enable_grad():
+        return closure(), factor
