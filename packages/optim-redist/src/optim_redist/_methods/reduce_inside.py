@@ -19,10 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from optim_redist._methods.collective_states import prime_factors
+from optim_redist._methods.dividing import cut_axes, free_axes, split_further
 from optim_redist.cost import Level, Topology
-from optim_redist.index_sets import same
-from optim_redist.layout import Chunk, Layout, Mesh, Split
+from optim_redist.layout import Layout, Mesh
 from optim_redist.problem import Problem
 
 Way = list[tuple[str, str, Layout]]  # operation, method, layout after it
@@ -69,7 +68,7 @@ def _inside(shape: tuple[int, ...], src: Layout, tensor_dim: int, levels: Sequen
     found: list[Layout] = []
     layout = src
     for level in levels:
-        free = [axis for axis in _free_axes(layout) if _stays_inside(layout.mesh, axis, level)]
+        free = [axis for axis in free_axes(layout) if _stays_inside(layout.mesh, axis, level)]
         # as long as something is left to reduce, replicating axes are split, too, so that replicas share the sending
         if not free or not layout.partial:
             continue
@@ -81,11 +80,6 @@ def _inside(shape: tuple[int, ...], src: Layout, tensor_dim: int, levels: Sequen
     return found
 
 
-def _free_axes(layout: Layout) -> list[int]:
-    used = {axis for split in layout.dims if split for axis in split.axes}
-    return [axis for axis in range(layout.mesh.num_axes) if axis not in used and layout.mesh.sizes[axis] > 1]
-
-
 def _stays_inside(mesh: Mesh, mesh_axis: int, level: Level) -> bool:
     """Whether ranks that differ on one axis only are always in one group."""
     groups: dict[tuple[int, ...], int] = {}
@@ -94,33 +88,3 @@ def _stays_inside(mesh: Mesh, mesh_axis: int, level: Level) -> bool:
         if groups.setdefault(others, level.group_of(rank)) != level.group_of(rank):
             return False
     return True
-
-
-def split_further(shape: tuple[int, ...], layout: Layout, tensor_dim: int, mesh_axes: Sequence[int]) -> Layout | None:
-    """The layout with a dimension split further over ``mesh_axes``, no longer pending; None if it is not in chunks."""
-    split, n = layout.dims[tensor_dim], shape[tensor_dim]
-    axes = split.axes if split else ()
-    if split:
-        sizes = [layout.mesh.sizes[axis] for axis in axes]
-        if not all(map(same, Chunk().index_sets(n, sizes), split.kind.index_sets(n, sizes))):
-            return None
-    dims = list(layout.dims)
-    dims[tensor_dim] = Split((*axes, *mesh_axes), Chunk())
-    return Layout(layout.mesh, dims, {axis: op for axis, op in layout.partial if axis not in mesh_axes})
-
-
-def cut_axes(layout: Layout) -> Layout:
-    """The same layout on a mesh whose axes that split nothing are cut into prime factors."""
-    free = set(_free_axes(layout))
-    sizes: list[int] = []
-    place: list[list[int]] = []
-    for axis, size in enumerate(layout.mesh.sizes):
-        parts = prime_factors(size) if axis in free else [size]
-        place.append(list(range(len(sizes), len(sizes) + len(parts))))
-        sizes += parts
-    dims = [split and Split(tuple(place[axis][0] for axis in split.axes), split.kind) for split in layout.dims]
-    # along an axis of one rank nothing is pending
-    partial: dict[int | str, str] = {new: op for axis, op in layout.partial if axis in free for new in place[axis]}
-    if len(sizes) == layout.mesh.num_axes and len(partial) == len(layout.partial):
-        return layout
-    return Layout(Mesh(sizes, ranks=layout.mesh.ranks), dims, partial)

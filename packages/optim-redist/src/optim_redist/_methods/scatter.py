@@ -15,8 +15,9 @@ ranks, or reduce them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
-from optim_redist._methods.reduce_inside import cut_axes, split_further
+from optim_redist._methods.dividing import cut_axes, divided
 from optim_redist.layout import Layout
 from optim_redist.problem import Point, Problem
 
@@ -49,14 +50,9 @@ def _divisions(problem: Problem, choices: _Choices) -> list[Layout]:
 def _divided_over(problem: Problem, start: Layout, choices: _Choices) -> list[Layout]:
     reduced = problem.between(start, problem.dst).reduced_axes
     replicating = tuple(axis for axis in start.replicated_axes if start.mesh.sizes[axis] > 1)
-    found = []
-    for axes in choices(reduced, replicating):
-        layout: Layout | None = start
-        for axis in axes:
-            layout = None if layout is None else _divided(problem, layout, axis)
-        if layout is not None:
-            found.append(layout)
-    return found
+    cost = partial(_largest_and_missing, problem)
+    found = [divided(problem.shape, start, axes, cost) for axes in choices(reduced, replicating)]
+    return [layout for layout in found if layout is not None]
 
 
 def _keeps_alike(problem: Problem, layout: Layout) -> bool:
@@ -77,16 +73,9 @@ def _kept_places(problem: Problem, points: dict[int, Point]) -> dict[int, Point]
     return {rank: point[len(problem.shape) :] for rank, point in points.items()}
 
 
-def _divided(problem: Problem, layout: Layout, mesh_axis: int) -> Layout | None:
-    """The layout with the best dimension divided over one more axis; None if none can be divided so."""
-    best: tuple[int, int, Layout] | None = None
-    for tensor_dim in range(len(problem.shape)):
-        split = split_further(problem.shape, layout, tensor_dim, [mesh_axis])
-        if split is not None:
-            onwards = problem.between(split, problem.dst)
-            stored, kept = onwards.num_stored, onwards.num_kept
-            missing = max(needed - kept.get(rank, 0) for rank, (_, needed) in stored.items())
-            score = -max(held for held, _ in stored.values()), -missing
-            if best is None or score > best[:2]:
-                best = (*score, split)
-    return None if best is None else best[2]
+def _largest_and_missing(problem: Problem, layout: Layout) -> tuple[int, int]:
+    """What the fullest rank holds of a layout, and what the neediest of the target then lacks."""
+    onwards = problem.between(layout, problem.dst)
+    stored, kept = onwards.num_stored, onwards.num_kept
+    missing = max(needed - kept.get(rank, 0) for rank, (_, needed) in stored.items())
+    return max(held for held, _ in stored.values()), missing

@@ -12,9 +12,9 @@ go to the ranks that have them already.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
-from optim_redist._methods.reduce_inside import cut_axes, split_further
+from optim_redist._methods.dividing import cut_axes, divided
 from optim_redist.layout import Layout
 from optim_redist.problem import Problem
 
@@ -28,18 +28,9 @@ def spread(problem: Problem) -> list[Layout]:
     layout = cut_axes(problem.dst)
     axes = [axis for axis in layout.replicated_axes if layout.mesh.sizes[axis] > 1]
     orders = [axes, axes[::-1]] if len(axes) > 1 else [axes]
-    return [divided for order in orders if (divided := _divided(problem, layout, order)) is not None]
-
-
-def _divided(problem: Problem, layout: Layout, axes: Sequence[int]) -> Layout | None:
-    """The layout with these axes dividing dimensions, one after the other."""
-    for axis in axes:
-        found = [split_further(problem.shape, layout, dim, [axis]) for dim in range(len(problem.shape))]
-        divided = [split for split in found if split is not None]
-        if not divided:
-            return None
-        layout = min(divided, key=lambda split: _largest_and_missing(problem, split))
-    return layout
+    cost = partial(_largest_and_missing, problem)
+    found = [divided(problem.shape, layout, order, cost) for order in orders]
+    return [middle for middle in found if middle is not None]
 
 
 def _largest_and_missing(problem: Problem, layout: Layout) -> tuple[int, int]:
