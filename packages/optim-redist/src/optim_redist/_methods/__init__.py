@@ -12,5 +12,6 @@ What is where:
     collective_states collective_moves collective_search    sequences of plain collectives
     library in_place                 what a library's collective does, and which messages take no copy
     least_seconds                    what planners take at least
+    buckets                          which of many tensors travel together, and in how many rounds
     flow relabel                     maximum flow; which rank gets which part so that most stays
 """
