@@ -43,13 +43,7 @@ from optim_kernels._hopper.flags import chain_flags, update_flags
 from optim_kernels._hopper.mail import allocate_mail, post, read_done, receive
 from optim_kernels._hopper.overlap import wait_for_previous
 from optim_kernels._hopper.pairs import draw, join_pair, open_pair, rank
-from optim_kernels._hopper.ring import (
-    CONSUMER_REGISTERS,
-    PRODUCER_REGISTERS,
-    as_blocks,
-    barriers,
-    blocks_of,
-)
+from optim_kernels._hopper.ring import CONSUMER_REGISTERS, PRODUCER_REGISTERS, as_blocks, barriers, blocks_of
 from optim_kernels._hopper.turns import BLOCK
 from optim_kernels._newton_schulz import chain_jobs, chain_list
 

@@ -11,10 +11,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from optim_kernels._hopper.flags import product_flags, update_flags
 from optim_kernels._hopper.ping_pong_kernels import allocate, multiply, produce

@@ -22,13 +22,7 @@ from optim_kernels._kernels.flat_tiles import (
     store_parameter,
     widened_tile,
 )
-from optim_kernels._kernels.moment_codes import (
-    codes_in_words,
-    codes_one_by_one,
-    decode_first,
-    decode_second,
-    encode,
-)
+from optim_kernels._kernels.moment_codes import codes_in_words, codes_one_by_one, decode_first, decode_second, encode
 from optim_kernels._kernels.moment_scales import (
     may_underflow,
     read_scales,

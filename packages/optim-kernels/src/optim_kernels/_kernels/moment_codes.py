@@ -18,14 +18,7 @@ their sum is NaN or another value that no codes give.
 from __future__ import annotations
 
 from optim_kernels._kernels.approximations import known_again, power_approx, rcp_approx
-from optim_kernels._kernels.moment_scales import (
-    FIRST_PEAK,
-    FP32_MAX,
-    SECOND_PEAK,
-    for_elements,
-    for_threads,
-    of_warps,
-)
+from optim_kernels._kernels.moment_scales import FIRST_PEAK, FP32_MAX, SECOND_PEAK, for_elements, for_threads, of_warps
 from optim_kernels._triton import INTERPRETED, div_rn, tl, triton
 
 _SMALL = tl.constexpr(2.0**-80)

@@ -18,13 +18,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from optim_kernels._kernels.chunks import read_chunk
-from optim_kernels._kernels.flat_tiles import (
-    full_parameter,
-    load_parameter,
-    load_tile,
-    pointer_to,
-    store_parameter,
-)
+from optim_kernels._kernels.flat_tiles import full_parameter, load_parameter, load_tile, pointer_to, store_parameter
 from optim_kernels._kernels.step_counts import advance, arrive
 from optim_kernels._triton import after_previous, div_rn, narrow, tl, triton
 

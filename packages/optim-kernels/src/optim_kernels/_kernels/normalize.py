@@ -24,16 +24,7 @@ from torch import Tensor
 
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.tiles import cdiv
-from optim_kernels._triton import (
-    FIRST,
-    FUSED,
-    Launch,
-    after_previous,
-    div_rn,
-    narrow,
-    tl,
-    triton,
-)
+from optim_kernels._triton import FIRST, FUSED, Launch, after_previous, div_rn, narrow, tl, triton
 
 BLOCK_M, BLOCK_N = 32, 256
 # Parts of one launch, over all matrices: enough to fill the chip, few enough for every program of the next to add.

@@ -22,11 +22,7 @@ from optim_kernels.functional._muon_chains import StepChain
 from optim_kernels.functional._muon_inputs import StepInputs
 from optim_kernels.functional._muon_matrices import MuonTensors
 from optim_kernels.functional._muon_products import LastProduct, StepProducts
-from optim_kernels.functional._muon_tables import (
-    ChainedBatches,
-    Family,
-    MuonTables,
-)
+from optim_kernels.functional._muon_tables import ChainedBatches, Family, MuonTables
 from optim_kernels.reference.muon import MuonRule
 from optim_kernels.reference.storage import MASTER_KINDS
 
