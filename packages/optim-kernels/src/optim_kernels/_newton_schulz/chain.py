@@ -19,6 +19,7 @@ from torch import Tensor
 
 from optim_kernels._kernels.normalize import Start
 from optim_kernels._newton_schulz.block_launch import BlockLaunch
+from optim_kernels._newton_schulz.buffers import Xs
 from optim_kernels._newton_schulz.chain_jobs import (
     TILE_SIDE,
     Ending,
@@ -43,8 +44,6 @@ LEAST_ROUNDS, SMALL_SIDE, LARGE_ROUNDS = 1.0, 1536, 1.3
 # Matrices with longer short sides fill the chip one by one; they take a chain only to restart in factors, if they are
 # long.
 LARGEST_SIDE = 2304
-
-Xs = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)

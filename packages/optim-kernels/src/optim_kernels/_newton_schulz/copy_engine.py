@@ -42,4 +42,4 @@ def as_batch(x: Tensor) -> Tensor:
         flat = x if x.ndim == 3 else x.reshape(prod(x.shape[:-2]), *x.shape[-2:])
     if is_readable(flat):
         return flat
-    return empty_matrices(flat.shape[0], flat.shape[1], flat.shape[2], like=x).copy_(flat)
+    return empty_matrices(*flat.shape, like=x).copy_(flat)

@@ -72,5 +72,5 @@ class TritonProducts:
         tile = self._tile(r, r, symmetric=True, shifted=a is not None, exact=exact)
         if a is None:
             return symmetric_product(r, r, c=r, alpha=c, beta=b, tile=tile, exact=exact), None
-        q = empty_matrices(r.shape[0], r.shape[1], r.shape[2], like=r)
+        q = empty_matrices(*r.shape, like=r)
         return symmetric_product(r, r, c=r, alpha=c, beta=b, shifted=(q, a), tile=tile, exact=exact), q

@@ -24,6 +24,7 @@ from optim_kernels._optimizers.storage import (
 from optim_kernels.functional._muon_checks import check_kernels, num_second_moments
 from optim_kernels.functional.muon import muon_, new_second_moment
 from optim_kernels.multi_tensor import is_capturing
+from optim_kernels.reference.muon import wide_dtype
 from optim_utils.param_groups import MatrixView
 
 
@@ -64,8 +65,7 @@ def convert_loaded_state(param: Tensor, group: Mapping[str, Any], state: dict[st
     """Bring a loaded ``state`` into the group's formats, laid out as the parameter is."""
     convert_state(param, group, state)
     if "second_momentum_buffer" in state:
-        wide = torch.float64 if param.dtype == torch.float64 else torch.float32
-        state["second_momentum_buffer"] = state["second_momentum_buffer"].to(wide).contiguous()
+        state["second_momentum_buffer"] = state["second_momentum_buffer"].to(wide_dtype(param)).contiguous()
     if not is_wrapper(param):
         strides = torch.empty_like(param, device="meta").stride()
         for key in ("momentum_buffer", *MASTERS):

@@ -382,9 +382,8 @@ def new_second_moment(param: Tensor, view: MatrixView | None = None) -> Tensor:
     """
     view = view or MatrixView.identity(param.shape)
     shapes = [second_moment_shape(shape) for shape in view.shapes]
-    dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
     shape = shapes[0] if len(shapes) == 1 else (num_second_moments(view),)
-    return torch.zeros(shape, dtype=dtype, device=param.device)
+    return torch.zeros(shape, dtype=wide_dtype(param), device=param.device)
 
 
 def _second_moment_parts(moments: Sequence[Tensor] | None, i: int, view: MatrixView) -> list[Tensor] | list[None]:
