@@ -84,6 +84,13 @@ class StepOptions:
         return not self.has_factors and not self.draws_bits and self.state_is_aligned
 
     @property
+    def ending(self) -> Ending:
+        """What follows the last product."""
+        if self.has_factors:
+            return Ending.SQUARES
+        return Ending.UPDATE if self.updates_in_last_product else Ending.STORE
+
+    @property
     def of_update(self) -> dict[str, Any]:
         """Compile-time arguments of every kernel that updates parameters."""
         return {
@@ -112,14 +119,10 @@ class StepLaunches:
     ) -> None:
         self._tables, self._inputs, self._options = tables, inputs, options
         self._x_dtype = TRITON_DTYPES[options.x_dtype]
-        ns, leave_last = options.ns, options.updates_in_last_product or options.has_factors
         self._families = families
-        how: dict[str, Any] = {"leave_last": leave_last, "tiles": options.tiles}
-        self._products = [StepProducts(family, ns, tables, **how) for family in families]
-        ending = Ending.SQUARES if options.has_factors else Ending.UPDATE if leave_last else Ending.STORE
-        common: dict[str, Any] = {"ending": ending, "of_update": options.of_update}
+        common: dict[str, Any] = {"ending": options.ending, "of_update": options.of_update}
         common["spare_multiprocessors"] = options.spare_multiprocessors
-        self._chains = [StepChain(chain, number, ns, tables, **common) for number, chain in enumerate(chains)]
+        self._chains = [StepChain(chain, number, options.ns, tables, **common) for number, chain in enumerate(chains)]
 
     def take_inputs(self) -> None:
         """Let the chains read the tensors that the inputs have now."""
@@ -143,8 +146,8 @@ class StepLaunches:
         if may_branch and self._gains_by_branches:
             self._orthogonalize_in_parallel()
         else:
-            for family, products in zip(self._families, self._products, strict=True):
-                self._orthogonalize(family, products)
+            for family in self._families:
+                self._orthogonalize(family)
         if self._options.has_factors:
             self._variance()
         # as in plain torch, steps are counted also for parameters that need no bits
@@ -234,19 +237,19 @@ class StepLaunches:
     def _orthogonalize_in_parallel(self) -> None:
         main = torch.cuda.current_stream()
         branches = [torch.cuda.Stream() for _ in self._families]
-        for branch, family, products in zip(branches, self._families, self._products, strict=True):
+        for branch, family in zip(branches, self._families, strict=True):
             branch.wait_stream(main)
             with torch.cuda.stream(branch):
-                self._orthogonalize(family, products)
+                self._orthogonalize(family)
         for branch in branches:
             main.wait_stream(branch)
 
-    def _orthogonalize(self, family: Family, products: StepProducts) -> None:
-        products.begin()
-        iterate([batch.x for batch in family], self._options.ns, products)
+    def _orthogonalize(self, family: Family) -> None:
+        ns, leave_last = self._options.ns, self._options.ending is not Ending.STORE
+        products = StepProducts(family, ns, self._tables, leave_last=leave_last, tiles=self._options.tiles)
+        iterate([batch.x for batch in family], ns, products)
         for last in products.last:
             self._last_product(last)
-        products.last.clear()  # frees the factors' memory for others
 
     def _last_product(self, last: LastProduct) -> None:
         """The last product of a batch, with the update of its parameters, or the sums over O that the update needs."""

@@ -35,7 +35,7 @@ class LastProduct:
 
 
 class StepProducts(TritonProducts):
-    """The products of one family's iteration, for one step after another: call `begin` before each.
+    """The products of one family's iteration, for one step.
 
     Args:
         tables: holds σ and σ².
@@ -46,10 +46,6 @@ class StepProducts(TritonProducts):
         super().__init__(tiles)
         self._family, self._ns, self._tables = family, ns, tables
         self._leave_last = leave_last
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin another step."""
         self._grams = 0
         self._rectangular = {batch.first: 0 for batch in self._family}
         self.last: list[LastProduct] = []
