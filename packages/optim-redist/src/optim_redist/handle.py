@@ -60,7 +60,7 @@ class Handle(Generic[Result]):
     def _finish(self, steps: Generator[Waitable | None, None, Result]) -> None:
         work, self._work = self._work, None
         try:
-            self._result = _go_on(steps, work)
+            self._result = completed(steps, work)
         except BaseException as error:
             self._error = error
             raise
@@ -86,13 +86,8 @@ class Handle(Generic[Result]):
                     self.wait()
 
 
-def completed(steps: Generator[Waitable | None, None, Result]) -> Result:
-    """The result of a redistribution that is run to its end at once."""
-    return _go_on(steps, None)
-
-
-def _go_on(steps: Generator[Waitable | None, None, Result], work: Waitable | None) -> Result:
-    """Wait for the work that the steps have started, and for all that they start after it."""
+def completed(steps: Generator[Waitable | None, None, Result], work: Waitable | None = None) -> Result:
+    """The result of a redistribution, run to its end: of work that it has started, and of all that it starts after."""
     while True:
         try:
             try:
