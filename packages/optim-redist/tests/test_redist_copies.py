@@ -168,7 +168,7 @@ def test_buffers_are_no_larger_than_plans_say() -> None:
             views = stage.phases[0].views_for(form_of(source), form_of(target), to_itself=True)
             held = (source.numel() + target.numel() + views.num_copied) * made.itemsize
             assert held <= made.peak_bytes, (seed, rank)
-            to_itself += rank in views.to
+            to_itself += rank in views.sent
     assert to_itself > 50
 
 

@@ -43,7 +43,7 @@ from optim_redist import (
 from optim_redist._running import collectives, rank_program
 from optim_redist._running.collectives import Team
 from optim_redist._running.native import NativeGather, NativeReduction
-from optim_redist._running.one_call import Exchange
+from optim_redist._running.one_call import ExchangeCall
 from optim_redist._running.stage_program import stage_programs
 from optim_redist._running.views import form_of
 from optim_redist.execute import program_for
@@ -775,7 +775,7 @@ def _with_buffers_of_their_own(
                 x, target = sources.get(rank), targets[rank]
                 one = None
                 if at_once != "no" and x is not None and target is not None:
-                    one = Exchange.of(stage, k, form_of(x), form_of(target), team, to_itself=to_itself)
+                    one = ExchangeCall.of(stage, k, form_of(x), form_of(target), team, to_itself=to_itself)
                 if one is not None:
                     (into, sent), end = cast(Any, one.start(x, target, team, async_op=False))
                     to, from_ = list(sent), list(into)
@@ -783,7 +783,8 @@ def _with_buffers_of_their_own(
                     num_calls += 1
                 else:
                     run = stage.begin(k, x, target, cpu, to_itself=to_itself)
-                    sent, into, to, from_, end = run.pack(), run.make_room(), run.views.to, run.views.from_, run.finish
+                    sent, into, to, from_ = run.pack(), run.make_room(), list(run.views.sent), list(run.views.received)
+                    end = run.finish
                     run.local()
                 ends.append(end)
                 for peer, part in zip(to, sent, strict=True):

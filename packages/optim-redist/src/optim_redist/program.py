@@ -19,7 +19,7 @@ from optim_redist._running import collectives
 from optim_redist._running.collectives import Team, Waitable
 from optim_redist._running.given import give_up, is_plain, resolved, resolved_donated, waited_for
 from optim_redist._running.native import NativeGather, NativeReduction
-from optim_redist._running.one_call import Exchange, OneCalls
+from optim_redist._running.one_call import ExchangeCall, OneCalls
 from optim_redist._running.refusals import Refusals
 from optim_redist._running.stage_program import PhaseRun, StageProgram, stage_programs
 from optim_redist._running.views import form_of
@@ -138,7 +138,7 @@ class Program:
             return None
         if x.shape != stage.src_shape or x.dtype is not self.dtype:
             return None
-        one: NativeGather | NativeReduction | Exchange | None = self._calls.native(0)
+        one: NativeGather | NativeReduction | ExchangeCall | None = self._calls.native(0)
         if one is None and len(stage.phases) == 1:
             one = self._calls.exchange(0, 0, x, stage.fresh)
         if one is None or stage.fresh is None:
@@ -245,7 +245,7 @@ class Program:
         assert self.team is not None, "plans that communicate have a team"
         views, receives = run.views, run.make_room()
         if self._separate:
-            incoming, outgoing = dict(zip(views.from_, receives)), dict(zip(views.to, sends))
+            incoming, outgoing = dict(zip(views.received, receives)), dict(zip(views.sent, sends))
             return self.team.exchange_lists(incoming, outgoing, device, async_op=async_op)
         itemsize = self.plan.itemsize
         sizes = [{peer: count * itemsize for peer, count in of.items()} for of in (views.received, views.sent)]

@@ -33,7 +33,7 @@ class Buffers:
 
     Attributes:
         spans: of every buffer.
-        copies: (tensor, view, slot) of what is copied into or out of the buffer of our own.
+        packing: the copies between tensors and the buffer of our own, as they are made to fill it.
         num_elements: of that buffer.
         needs_own: whether any buffer lies in it, if only an empty one.
         numbers: of every buffer, its place among those that lie in other places, in the order of memory.
@@ -42,9 +42,9 @@ class Buffers:
         is_flat: whether, in addition, no two messages share a buffer.
     """
 
-    def __init__(self, spans: list[Span], copies: list[tuple[Which, View, View]], num_elements: int) -> None:
+    def __init__(self, spans: list[Span], packing: list[Pair], num_elements: int) -> None:
         self.spans = spans
-        self.copies = copies
+        self.packing = packing
         self.num_elements = num_elements
         self._runs: list[list[Span]] = []
         for span in dict.fromkeys(spans):
@@ -60,13 +60,9 @@ class Buffers:
         self.is_one = len(self._runs) <= 1
         self.is_flat = self.is_one and len(spans) == len(number)
 
-    def packing(self) -> list[Pair]:
-        """The copies into our own buffer."""
-        return [Pair(which, view, slot) for which, view, slot in self.copies]
-
     def unpacking(self) -> list[Pair]:
-        """The copies out of our own buffer, which takes the place of the source."""
-        return [Pair("src", slot, view) for _, view, slot in self.copies]
+        """``packing`` the other way round, where our own buffer takes the place of the source."""
+        return [Pair("src", write, read) for _, read, write in self.packing]
 
     @property
     def run(self) -> Span:
@@ -118,7 +114,7 @@ def buffers_of(
     """
     groups = [list(message) for message in messages] if separate else [[part for m in messages for part in m]]
     spans: list[Span] = []
-    copies: list[tuple[Which, View, View]] = []
+    packing: list[Pair] = []
     known: dict[tuple[Part, ...], Span] = {}
     place = 0
     for parts in groups:
@@ -131,11 +127,11 @@ def buffers_of(
             continue
         start = place = -(-place // lane) * lane
         for which, view in parts:
-            copies.append((which, view, (view[0], dense_strides(view[0]), place)))
+            packing.append(Pair(which, view, (view[0], dense_strides(view[0]), place)))
             place += prod(view[0])
         spans.append(Span(None, start, place - start))
         known[tuple(parts)] = spans[-1]
-    return Buffers(spans, copies, place)
+    return Buffers(spans, packing, place)
 
 
 def _span_of(parts: Sequence[Part]) -> Span | None:

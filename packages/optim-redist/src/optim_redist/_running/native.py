@@ -118,7 +118,7 @@ class NativeReduction:
         if form not in self.known:
             parts: list[Part] = [("src", view) for view in self.parts.views(x.stride())]
             buffers = buffers_of([parts], separate=False, in_place=True)
-            packs = Copies(buffers.packing(), x.element_size(), [FLAT, form])
+            packs = Copies(buffers.packing, x.element_size(), [FLAT, form])
             self.known[form] = Outgoing(buffers, packs, {"src": form}, x.dtype, [self.parts.num_elements])
         return self.known[form]
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from optim_redist.plans import Plan
 
 
-class Exchange:
+class ExchangeCall:
     """A phase's all-to-all whose buffers lie in one memory on either side: of that memory, or of a list of its parts.
 
     What stays on the rank is copied while the exchange runs, unless it is a message of the rank to itself, or is
@@ -44,11 +44,13 @@ class Exchange:
         self._outgoing = Outgoing(sends, views.packs, {"src": src, "dst": dst}, stage.dtype, sent)
         self._incoming = Incoming(receives, views.unpacks, dst, stage.dtype, received)
         self._stays = views.stays if views.stays.pairs else None
-        self._to = list(zip(views.to, sends.numbers))
-        self._from = list(zip(views.from_, receives.numbers))
+        self._to = list(zip(views.sent, sends.numbers))
+        self._from = list(zip(views.received, receives.numbers))
 
     @classmethod
-    def of(cls, stage: StageProgram, k: int, src: Form, dst: Form, team: Team, *, to_itself: bool) -> Exchange | None:
+    def of(
+        cls, stage: StageProgram, k: int, src: Form, dst: Form, team: Team, *, to_itself: bool
+    ) -> ExchangeCall | None:
         """The exchange of phase k over NCCL, if it is one; ``to_itself`` as for ``StageProgram.begin``."""
         views = stage.phases[k].views_for(src, dst, to_itself=to_itself)
         return cls(stage, k, views, src, dst, team) if views.sends.is_one and views.receives.is_one else None
@@ -87,7 +89,7 @@ class OneCalls:
         # NCCL also copies within a rank
         self.to_itself = team is not None and team.is_nccl and team.is_whole
         self._native: list[NativeReduction | NativeGather | None] = [None] * len(stages)
-        self._exchanges: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], Exchange | None] = {}
+        self._exchanges: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], ExchangeCall | None] = {}
         self._has_exchanges = team is not None and team.is_nccl
         if team is not None and plan.communicates:
             for number, (problem, stage) in enumerate(zip(plan.problems, plan.stages, strict=True)):
@@ -102,7 +104,7 @@ class OneCalls:
         """The library's collective that does all of a stage, if there is one."""
         return self._native[number]
 
-    def exchange(self, number: int, k: int, x: Tensor | None, dst: Form | None) -> Exchange | None:
+    def exchange(self, number: int, k: int, x: Tensor | None, dst: Form | None) -> ExchangeCall | None:
         """The exchange of a stage's phase from x, which is on no CPU, to a target of this form, if it is one call."""
         if x is None or dst is None or not self._has_exchanges:
             return None
@@ -110,5 +112,5 @@ class OneCalls:
         if key not in self._exchanges:
             assert self._team is not None, "exchanges have a team"
             src, stage = form_of(x), self._stages[number]
-            self._exchanges[key] = Exchange.of(stage, k, src, dst, self._team, to_itself=self.to_itself)
+            self._exchanges[key] = ExchangeCall.of(stage, k, src, dst, self._team, to_itself=self.to_itself)
         return self._exchanges[key]

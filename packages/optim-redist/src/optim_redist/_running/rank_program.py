@@ -40,8 +40,7 @@ class PhaseViews:
         packs: copies into our own buffer for sending.
         unpacks: copies out of our own buffer for receiving.
         stays: copies from source to target; none if what stays is a message of the rank to itself, or is combined.
-        to, from_: the rank that each buffer goes to, and comes from.
-        sent, received: elements, keyed by these ranks.
+        sent, received: elements, keyed by the rank that they go to, and come from, in the order of the buffers.
         packs_at_once: whether one copy fills our own buffer for sending.
     """
 
@@ -50,8 +49,6 @@ class PhaseViews:
     packs: Copies
     unpacks: Copies
     stays: Copies
-    to: list[int]
-    from_: list[int]
     sent: dict[int, int]
     received: dict[int, int]
     packs_at_once: bool
@@ -157,17 +154,13 @@ class RankPhase:
             incoming, separate=separate, in_place=not self.combines, lane=1 if self.combines else lane
         )
         forms: dict[Which, Form] = {"src": src, "dst": dst}
-        packs = Copies(
-            sends.packing(), itemsize, [FLAT, *(forms[which] for which in {part[0] for part in sends.copies})]
-        )
+        packs = Copies(sends.packing, itemsize, [FLAT, *(forms[which] for which in {p.which for p in sends.packing})])
         return PhaseViews(
             sends,
             receives,
             packs=packs,
             unpacks=Copies(receives.unpacking(), itemsize, [FLAT, dst]),
             stays=Copies(stays, itemsize, [src, dst]),
-            to=[message.peer for message in sending],
-            from_=[message.peer for message in receiving],
             sent={message.peer: message.num_elements for message in sending},
             received={message.peer: message.num_elements for message in receiving},
             packs_at_once=packs.fills(sends.num_elements),
