@@ -17,8 +17,7 @@ from __future__ import annotations
 from optim_kernels._kernels.chunks import fields_of_chunk, read_chunk
 from optim_kernels._triton import after_previous, div_rn, fetch, narrow, tl, triton
 
-ROW_SIZE = 2
-_ROW_SIZE = tl.constexpr(ROW_SIZE)
+_ROW_SIZE = tl.constexpr(2)
 
 INF_NORM = 0
 _INF_NORM = tl.constexpr(INF_NORM)

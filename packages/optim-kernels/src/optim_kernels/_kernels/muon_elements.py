@@ -15,51 +15,23 @@ One launch has one table, of int64: a row for each tensor, then a row for each g
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from optim_kernels._kernels.chunks import read_chunk
 from optim_kernels._kernels.flat_tiles import full_parameter, load_parameter, load_tile, pointer_to, store_parameter
 from optim_kernels._kernels.step_counts import advance, arrive
 from optim_kernels._triton import after_previous, div_rn, narrow, tl, triton
 
-
-class MomentumRow(NamedTuple):
-    """A tensor's row in the table of ``momenta_kernel``: addresses, and what stays the same between steps."""
-
-    grad: int
-    buffer: int
-    u: int
-    numel: int
-    num_chunks: int
-    group: int
-
-
-class UpdateRow(NamedTuple):
-    """A tensor's row in the table of ``updates_kernel``; addresses of tensors that do not exist are 0."""
-
-    param: int
-    update: int
-    master: int
-    step: int
-    numel: int
-    num_chunks: int
-    group: int
-    # the learning rate's factor, as the bits of an fp64 number
-    scale: int
-    # for random bits: the key, the parameter's number, the index in it of the tensor's first element
-    seed: int
-    place: int
-    start: int
-
-
-# Words of a number in a group's row.
-SCALAR_SIZE = 2
-_SCALAR_SIZE = tl.constexpr(SCALAR_SIZE)
-_MOMENTUM_ROW, _UPDATE_ROW = tl.constexpr(len(MomentumRow._fields)), tl.constexpr(len(UpdateRow._fields))
-_GRAD, _BUFFER, _U, _NUMEL_OF_GRAD, _, _GROUP_OF_GRAD = map(tl.constexpr, range(len(MomentumRow._fields)))
+# Columns of a tensor's row in the table of ``momenta_kernel``, of which the fifth is its number of chunks.
+_GRAD, _BUFFER, _U, _NUMEL_OF_GRAD, _, _GROUP_OF_GRAD = map(tl.constexpr, range(6))
+_MOMENTUM_ROW = tl.constexpr(6)
+# Those of ``updates_kernel``: addresses, 0 of tensors that do not exist; then what stays from step to step. The factor
+# of the learning rate is the bits of an fp64 number; the last three are for random bits: the key, the parameter's
+# number, and the index in it of the tensor's first element.
 _PARAM, _UPDATE, _MASTER, _STEP, _NUMEL, _NUM_CHUNKS, _GROUP, _SCALE, _SEED, _PLACE, _START = map(
-    tl.constexpr, range(len(UpdateRow._fields))
+    tl.constexpr, range(11)
 )
+_UPDATE_ROW = tl.constexpr(11)
+# Words of a number in a group's row.
+_SCALAR_SIZE = tl.constexpr(2)
 
 
 @triton.jit
