@@ -6,9 +6,13 @@ exact mode both must agree to the last bit.
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,6 +114,32 @@ def gradient(spec: Tensors, number: int, step: int, rank: int) -> Tensor | None:
     if spec.frozen or {(step, rank), (step, -1)} & spec.absent:
         return None
     return normal(spec.shape, 1000 * step + 10 * rank + 1, number).to(spec.dtype)
+
+
+def memory() -> int:
+    """Bytes of this process that no file is behind; Linux says so."""
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(status["RssAnon"].split()[0])
+
+
+def memory_taken(act: Callable[[], object]) -> int:
+    """How many more bytes this process had than before, at most, while it did ``act``."""
+    gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)  # else memory that is free, but still the process's, is used again and not seen
+    most, is_over = [before := memory()], threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.0005):
+            most.append(memory())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    act()
+    most.append(memory())  # on a busy machine the thread may not have looked since
+    is_over.set()
+    watching.join()
+    return max(most) - before
 
 
 def normal(shape: tuple[int, ...], *seed: int) -> Tensor:

@@ -1,12 +1,9 @@
 """Checkpoints: bitwise at any pair of world sizes, continuous when resumed, refused whole when anything is wrong."""
 
-import ctypes
-import gc
 import hashlib
 import json
 import pickle
 import shutil
-import threading
 import tracemalloc
 from itertools import islice
 from pathlib import Path
@@ -15,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from dist_cases import BACKENDS, assert_equal, assert_same_state, device_of, normal, world_sizes
+from dist_cases import BACKENDS, assert_equal, assert_same_state, device_of, memory_taken, normal, world_sizes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -158,12 +155,6 @@ def test_what_comes_in_many_parts_is_the_same(checkpoints, world_size):
             assert_everything(found, saved[size][0][0], with_state=rank == 0)
 
 
-def memory():
-    """Bytes of this process that no file is behind."""
-    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(status["RssAnon"].split()[0])
-
-
 def build_large(**group):
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
     return model, TritonDistAdamW(model.named_parameters(), **group)
@@ -182,24 +173,10 @@ def memory_to_load(rank, world_size, folder):
     model, optimizer = build_large()
     optimizer.gather_parameters = lambda: None  # into memory of gloo's own, as in every step
     loading.ROOM = 2**20
-    gc.collect()
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)  # else memory that is free, but still the process's, is used again and not seen
-    most, is_over = [before := memory()], threading.Event()
-
-    def watch():
-        while not is_over.wait(0.0005):
-            most.append(memory())
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    checkpoint.load(f"{folder}/x", model, optimizer)
-    most.append(memory())  # on a busy machine the thread may not have looked since
-    is_over.set()
-    watching.join()
+    most = memory_taken(lambda: checkpoint.load(f"{folder}/x", model, optimizer))
     # some disks do not let go of the folder of a file that is in use
     assert "rank-0" not in Path("/proc/self/maps").read_text()
-    return (max(most) - before) / sum(parameter.numel() for parameter in model.parameters())
+    return most / sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the memory of a process")

@@ -3,19 +3,22 @@
 What differs between the two is where the state has been: here it went from owner to owner, there over one process.
 """
 
+import ctypes
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_cases import Scenarios, assert_same_state, device_of, mesh_of, normal
+from dist_cases import Scenarios, assert_same_state, device_of, memory_taken, mesh_of, normal
 from dist_loops import Net, assert_same, batch, build, values
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint
+from optim_utils.testing import run_ranks
 
 scenario = Scenarios()
 
@@ -454,6 +457,27 @@ def a_former_optimizer_that_is_closed_leaves_parameters_alone(rank, world_size):
 @scenario.parametrize()
 def test_rebuild(backend, world_size, name):
     scenario.check(backend, world_size, name)
+
+
+def memory_to_rebuild(rank, world_size, options):
+    """How much more memory there was than before, at most, in bytes for each of a parameter."""
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(-3, 2**16)  # what is larger goes back to the system when it is freed
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+    optimizer = TritonDistAdamW(model.named_parameters(), bucket_mb=4, **options)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    order = names(optimizer)[::-1]  # all state goes to another rank
+    return memory_taken(lambda: optimizer.rebuild_plan(order)) / sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the memory of a process")
+@pytest.mark.parametrize("options", [{}, {"reducer": "exact"}, {"gradients": "streamed", "accumulation_steps": 1}])
+def test_parameters_and_one_kind_of_state_exist_twice_for_a_moment(options):
+    for found in run_ranks(memory_to_rebuild, 2, options):
+        assert found < 4 + 4 / 2
 
 
 def test_without_a_process_group(tmp_path):

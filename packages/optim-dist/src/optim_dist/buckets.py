@@ -164,6 +164,13 @@ class Bucket(Contribution, ParameterBucket):
             if member.parameter.grad is member.gradient:
                 member.parameter.grad = None
 
+    def free_gradients(self) -> None:
+        self.gradients = nothing = self.gradients.new_empty(0)
+        self.wire = self.received = self.sums = None
+        self._gradients = []
+        for member in self.members:
+            member.gradient = nothing
+
     def release(self) -> None:
         if self.launched:  # for a step that was not made: sums are no gradients of this rank
             self.drop_gradients()

@@ -108,6 +108,12 @@ class BucketedParameters:
         former, self.buckets, self._order = self.buckets, [], []
         self._shards.clear()
         self.reduction.clear()
+        if not self._by_copies:  # else other ranks may still be reading
+            if self._reducer is not None:
+                del self.reduction.reducer
+                self._reducer = None
+            for bucket in former:
+                bucket.free_gradients()
         return former
 
     def check_pointers(self) -> None:

@@ -26,6 +26,7 @@ from optim_dist._checkpoint.manifest import SavedParameter
 from optim_dist._checkpoint.reshard import exchange, streams
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.live import LiveOptimizer
+from optim_dist._optimizers.shards import Shard
 from optim_dist.plan import Plan
 
 
@@ -43,15 +44,19 @@ class MovedState:
 
     def put(self, optimizer: LiveOptimizer) -> None:
         """Give the state to ``optimizer``, which has the new plan by now."""
+        found: list[tuple[Shard, SavedParameter, dict[str, Any]]] = []
         for shard in optimizer.shards():
-            known = self.described.get(shard.name)
-            if known is None or not (known.state or known.scalars):
-                continue
-            mine = self.parts.get(shard.name, {})
-            state: dict[str, Any] = {}
-            for key, description in known.state.items():
-                state[key] = state_of_part(mine.pop(key, None), description, shard)
-            put_read_state(optimizer, shard, state, known)
+            saved = self.described.get(shard.name)
+            if saved is not None and (saved.state or saved.scalars):
+                found.append((shard, saved, {}))
+        # key by key: the parts of one may be views of the same memory, which is free once all have been copied
+        for key in dict.fromkeys(key for _, saved, _ in found for key in saved.state):
+            for shard, saved, state in found:
+                if key in saved.state:
+                    part = self.parts.get(shard.name, {}).pop(key, None)
+                    state[key] = state_of_part(part, saved.state[key], shard)
+        for shard, saved, state in found:
+            put_read_state(optimizer, shard, state, saved)
 
 
 def take_state(optimizer: LiveOptimizer, plan: Plan, found: Sequence[Entry]) -> MovedState:

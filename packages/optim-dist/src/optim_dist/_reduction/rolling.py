@@ -72,6 +72,10 @@ class StreamedBucket(ParameterBucket):
         if self.tree is not None:
             self.tree.restart()
 
+    def free_gradients(self) -> None:
+        self.sums = self.sums.new_empty(0)
+        self.tree = None
+
     def add(self, found: Tensor) -> None:
         """Add the sum of one reduction."""
         if self.tree is not None:

@@ -69,6 +69,9 @@ class ParameterBucket:
     def drop_gradients(self) -> None:
         """Set gradients that are views of the bucket to None."""
 
+    def free_gradients(self) -> None:
+        """Let go of the memory for gradients; the parameters have none, and nothing is reduced here any more."""
+
     def release(self) -> None:
         """Give parameters, and gradients that are views, storages of their own.
 
