@@ -153,7 +153,8 @@ class Step(NamedTuple):
         recv, send: elements of the busiest receiver and of the busiest sender.
         bytes: bytes of the busier of the two.
         seconds: predicted time.
-        peak: bytes that the fullest rank holds during the step.
+        peak: bytes that no rank of the step exceeds during it. Of a step in one round it may be the largest source and
+            target, the most received and the most sent together, though no rank has all of these.
         rounds: parts in which it runs.
     """
 

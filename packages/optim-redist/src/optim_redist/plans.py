@@ -48,7 +48,7 @@ class Plan:
         steps: the exchanges, with what they move and cost.
         bounds: what no plan can beat.
         time: predicted seconds.
-        peak_bytes: bytes that the fullest rank holds at once: source, target and buffers.
+        peak_bytes: bytes that no rank exceeds with source, target and buffers: the largest ``peak`` of the steps.
         gap: time above the bound on time, relative to it; 0 if nothing moves.
         volume_ratio: volume of the busiest rank over ``bounds.lb``; 1 if nothing has to move.
         memory_limit: the limit that the plan respects, in bytes.

@@ -2,7 +2,8 @@
 
 The time of a step is what its busiest rank or its busiest border needs, whichever is longer, plus packing and
 unpacking what is not exchanged in place; or that of a library's collective, where one does the step. Each rank holds
-source, target, the buffers of one round, and what it keeps aside meanwhile.
+source, target, the buffers of one round, and what it keeps aside meanwhile. If the largest of these together, of
+whichever ranks, are within the limit, they are the peak, and what each rank moves is not counted.
 """
 
 from __future__ import annotations
