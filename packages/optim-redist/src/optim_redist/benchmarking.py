@@ -86,9 +86,9 @@ class Row:
         return self.dtensor_ms / self.ours_ms if self.ours_ms and self.dtensor_ms else None
 
 
-def matrix_shape(num_bytes: int, itemsize: int = 2) -> tuple[int, int]:
-    """A matrix of about ``num_bytes``, square or twice as long as wide: 64 MiB of bf16 are 8192×4096."""
-    exponent = round(math.log2(max(1, num_bytes // itemsize)))
+def matrix_shape(num_bytes: int) -> tuple[int, int]:
+    """A matrix of about ``num_bytes`` of bf16, square or twice as long as wide: 64 MiB are 8192×4096."""
+    exponent = round(math.log2(max(1, num_bytes // 2)))
     return 2 ** ((exponent + 1) // 2), 2 ** (exponent // 2)
 
 

@@ -114,8 +114,8 @@ def span(piece: tuple[int, int]) -> str:
     return str(start) if stop == start + 1 else f"{start}..{stop - 1}"
 
 
-def label(ranks: Sequence[int], most: int = 6) -> str:
-    """Ranks as text, runs of them shortened."""
+def label(ranks: Sequence[int]) -> str:
+    """Ranks as text, runs of them shortened, six at most."""
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
-    return ",".join(map(str, ranks[:most])) + (",…" if len(ranks) > most else "")
+    return ",".join(map(str, ranks[:6])) + (",…" if len(ranks) > 6 else "")

@@ -57,7 +57,7 @@ def _quickest(request: Request) -> Candidate | None:
     """The quickest exchange that fits under the limit."""
     problem, limit = request.problem, request.memory_limit
     assert limit is not None, "without a limit one exchange has all the room it takes"
-    limits = bounds_of(problem, request.model.topology, itemsize=request.itemsize)
+    limits = bounds_of(problem)
     moves = limits.lb > 0
     found = [one_exchange(request, limits, "exchange" if moves else "slice")]
     if can_be_packed(request, limits):
