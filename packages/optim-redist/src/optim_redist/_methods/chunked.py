@@ -52,7 +52,7 @@ def _rounds_of_values(phase: Phase, num_rounds: int, numbers: Sequence[int]) -> 
             # local copies need no buffer: all in the first round
             rounds[0].append(transfer)
             continue
-        points = _points(transfer.box, num_rounds, number % num_rounds)
+        points = points_of(*_steps_of_box(transfer.box, num_rounds), num_rounds, number % num_rounds)
         for taking, boxes in zip(rounds, cut(transfer.box, points)):
             taking += (Transfer(transfer.sender, transfer.receiver, box, transfer.read) for box in boxes)
     return rounds
@@ -65,8 +65,7 @@ def fullest_round(problem: Problem, phase: Phase, num_rounds: int) -> dict[int, 
     sizes_of, totals = RoundSizes(num_rounds), defaultdict[int, int](int)
     for number, transfer in enumerate(phase.transfers):
         if transfer.sender != transfer.receiver:
-            steps = steps_of([size(indices) for indices in transfer.box], num_rounds)
-            sizes = sizes_of(*steps, number % num_rounds)
+            sizes = sizes_of(*_steps_of_box(transfer.box, num_rounds), number % num_rounds)
             totals[transfer.sender] += sizes
             totals[transfer.receiver] += sizes
     return {rank: sizes_of.largest(total) for rank, total in totals.items()}
@@ -141,8 +140,8 @@ def _stairs(rise: int, run: int, start: int, length: int, up: bytes, on: bytes) 
     return on * first + up + inner + on * (length - last)
 
 
-def _points(box: Box, num_rounds: int, shift: int) -> list[int]:
-    return points_of(*steps_of([size(indices) for indices in box], num_rounds), num_rounds, shift)
+def _steps_of_box(box: Box, num_rounds: int) -> tuple[int, int]:
+    return steps_of([size(indices) for indices in box], num_rounds)
 
 
 def steps_of(sizes: Sequence[int], num_rounds: int) -> tuple[int, int]:
