@@ -64,11 +64,6 @@ def itemsize(name: str) -> int:
     return _ITEMSIZE[name]
 
 
-def is_floating(name: str) -> bool:
-    """Whether the average of elements of this type has this type too."""
-    return name.startswith(("float", "bfloat", "complex"))
-
-
 def why_not_combined(op: str, name: str) -> str | None:
     """Why an operation cannot combine contributions of this type, None if it can."""
     if name.startswith("float4"):
@@ -80,7 +75,7 @@ def why_not_combined(op: str, name: str) -> str | None:
         return f"torch neither adds nor compares {name}; convert to a signed type, or view sums as one"
     if op in ("min", "max") and name.startswith("complex"):
         return f"{name} has no order; min and max need real numbers"
-    if op == "avg" and not is_floating(name):
+    if op == "avg" and not name.startswith(("float", "bfloat", "complex")):
         return f"an average of {name} is no {name}; reduce with sum and divide yourself"
     return None
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from optim_redist._mesh import coordinates, grid_points
 from optim_redist.index_sets import EMPTY, IndexSet
-from optim_redist.layout import Block, Chunk, Cyclic, Kind, Layout, Mesh, Ragged, Split
-from optim_redist.ownership import normal_form, pending_of, simplest_kind
+from optim_redist.layout import Block, Cyclic, Kind, Layout, Mesh, Split
+from optim_redist.ownership import normal_form, pending_of, simplest_contiguous_kind, simplest_kind
 
 
 def canonical(layout: Layout, shape: Sequence[int]) -> Layout:
@@ -112,8 +112,7 @@ def _ascending_kind(n: int, kind: Kind, axis_sizes: Sequence[int], joined: Seque
     points = list(cuts)
     if not all(map(int.__lt__, points, points[1:])):
         return None
-    simpler: tuple[Kind, ...] = (Block(), Chunk(), Cyclic(points[1]))
-    return next((k for k in simpler if list(k.cut_points(n, joined) or ()) == points), Ragged(points))
+    return simplest_contiguous_kind(points, n, joined)
 
 
 def _by_holdings(layout: Layout, shape: Sequence[int]) -> Layout:

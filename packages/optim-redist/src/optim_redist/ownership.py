@@ -124,6 +124,11 @@ def simplest_kind(sets: Sequence[IndexSet], n: int, axis_sizes: Sequence[int]) -
             if all(map(eq, map(normal_form, cyclic.index_sets(n, axis_sizes)), sets)):
                 return cyclic
         return Intervals.of_sets(sets)
+    return simplest_contiguous_kind(points, n, axis_sizes)
+
+
+def simplest_contiguous_kind(points: list[int], n: int, axis_sizes: Sequence[int]) -> Kind:
+    """The first of Block, Chunk, Cyclic and Ragged that gives each coordinate what is between two of these points."""
     kinds: list[Kind] = [Block(), Chunk()]
     if points[1]:
         kinds.append(Cyclic(points[1]))
