@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from functools import reduce
+from importlib import import_module
 from itertools import product
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint
 from optim_dist._checkpoint import contents, loading, manifest, saving
+from optim_dist._optimizers import bucketed, whole_state
 from optim_utils.testing import RankFailure, run_ranks
 
 
@@ -122,7 +124,7 @@ class Boom(Exception):
     pass
 
 
-def boom(*_):
+def boom(*_, **__):
     raise Boom
 
 
@@ -156,6 +158,67 @@ def test_a_rank_whose_step_failed_does_not_go_on(stage):
     assert failed[0] == "Boom()"
     assert "failed (Boom: ) on this rank after all ranks had begun with it" in failed[1]
     assert "another rank has ended or raised an error" in others[0]
+
+
+def a_save(optimizer, folder):
+    checkpoint.save(f"{folder}/x", None, optimizer)
+
+
+def a_group(optimizer, folder):
+    optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(50)))]})
+
+
+def a_full_state(optimizer, folder):
+    optimizer.full_state_dict()
+
+
+def a_consolidation(optimizer, folder):
+    optimizer.consolidate_state_dict()
+
+
+# what all ranks do together, and where it fails on one of them
+CALLS = [
+    (a_save, contents, "to_rows"),
+    (a_group, bucketed, "synchronise"),
+    (a_full_state, whole_state, "_gathered"),
+    (a_consolidation, whole_state, "_gathered"),
+]
+
+
+def go_on_after_a_failed_call(rank, world_size, call, module, name, folder):
+    parameters = [("w", nn.Parameter(torch.ones(10_000)))]
+    if name == "to_rows":
+        mesh = init_device_mesh("cpu", (world_size,))
+        parameters.append(("cut", nn.Parameter(distribute_tensor(torch.ones(6, 5), mesh, [Shard(1)]))))
+    optimizer = TritonDistAdamW(parameters, timeout=5)
+    for _, parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    texts = []
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(import_module(module), name, boom)
+        try:
+            call(optimizer, folder)
+        except (Boom, RuntimeError) as error:
+            texts.append(repr(error))
+    for _, parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        texts.append(str(error))
+    return texts
+
+
+@pytest.mark.parametrize(("call", "module", "name"), [(call, where.__name__, name) for call, where, name in CALLS])
+def test_a_rank_on_which_a_call_of_all_has_failed_does_not_go_on(tmp_path, call, module, name):
+    others, failed, _ = run_ranks(go_on_after_a_failed_call, 3, call, module, name, str(tmp_path), timeout=60)
+    assert failed[0] == "Boom()"
+    assert "failed (Boom: ) on this rank after all ranks had begun with it" in failed[1]
+    # rows are waited for in optim_redist, with the backend's own error
+    assert name == "to_rows" or "another rank has ended or raised an error" in others[0]
 
 
 def step_in_order(rank, world_size, orders):

@@ -76,8 +76,9 @@ def save(
     _check_names(specs, communicator, destination.failed)
     is_first = communicator.rank == 0
     # collective if there are DTensors, so not inside ``raised_together``
-    late = add_rows(parts, cut, opt, specs, to_host)
-    common: dict[str, Any] = {"model": whole_rest(rest, opt)}
+    with opt.begun_together("checkpoint.save()"):
+        late = add_rows(parts, cut, opt, specs, to_host)
+        common: dict[str, Any] = {"model": whole_rest(rest, opt)}
     with raised_together(communicator, destination.failed) as problems:
         problems += late.found
         described = describe_state(opt, specs)

@@ -54,5 +54,6 @@ def consolidate(optimizer: LiveOptimizer, to: int | None) -> Consolidated | None
         return None
     if not isinstance(to, int) or not 0 <= to < communicator.world_size:
         raise ValueError(f"to must be one of the optimizer's ranks 0-{communicator.world_size - 1}, got {to!r}")
-    full = full_state_dict(optimizer, communicator.chunk_of(to))
+    with optimizer.begun_together("consolidate_state_dict()"):
+        full = full_state_dict(optimizer, communicator.chunk_of(to))
     return Consolidated(to, full.get("state"))

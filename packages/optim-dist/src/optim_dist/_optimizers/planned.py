@@ -114,7 +114,8 @@ class PlannedOptimizer(LiveOptimizer):
         more, meshes = self._plan_for(found)
         plan = self.plan.followed_by(more)
         self._agree(plan, found)
-        self._move(plan, [*self._entries, *found], found, meshes)
+        with self.begun_together("add_param_group()"):
+            self._move(plan, [*self._entries, *found], found, meshes)
 
     def _plan_for(self, found: Sequence[Entry]) -> tuple[Plan, list[list[list[int]]]]:
         """A plan for ``found`` alone, and the ranks of their meshes; refuses what cannot be distributed."""

@@ -258,7 +258,8 @@ class StatefulOptimizer(PlannedOptimizer):
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state of all ranks in torch's one-process form, on the first rank's CPU; elsewhere ``{}``. Collective."""
-        return whole_state.full_state_dict(self)
+        with self.begun_together("full_state_dict()"):
+            return whole_state.full_state_dict(self)
 
     def __getstate__(self) -> dict[str, Any]:
         content, state = super().__getstate__(), copy.copy(self.state)
