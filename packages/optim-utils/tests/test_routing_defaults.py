@@ -36,6 +36,42 @@ class VocabularyEmbedding(nn.Module):
             {"att.time_decay": "vector", "att.time_faaaa": "vector", "att.r_k": "vector", "att.w1": "matrix"},
         ),
         ({"attn": Weights(relative_position_bias_table=(9, 2))}, {"attn.relative_position_bias_table": "vector"}),
+        # biases for queries (Transformer-XL, Conformer) and for offsets (LeViT), and what scales each head, or skips it
+        (
+            {"attn": Weights(pos_bias_u=(3, 2), bias_v=(3, 2), attention_biases=(3, 9), scale=(3, 2), q_scale=(3, 2))},
+            {f"attn.{name}": "vector" for name in ("pos_bias_u", "bias_v", "attention_biases", "scale", "q_scale")},
+        ),
+        ({"mixer": Weights(D=(3, 4))}, {"mixer.D": "vector"}),
+        # tables that are learned: of relative positions (SAM), of what a resampler asks for, of registers
+        (
+            {"attn": Weights(rel_pos_h=(9, 2), rel_pos_w=(9, 2))},
+            {"attn.rel_pos_h": "embedding", "attn.rel_pos_w": "embedding"},
+        ),
+        (
+            {"x": Weights(latents=(5, 2), latents_1d=(5, 2), latent_query=(5, 2), query_tokens=(1, 5, 2))},
+            {f"x.{name}": "embedding" for name in ("latents", "latents_1d", "latent_query", "query_tokens")},
+        ),
+        (
+            {"x": Weights(reg_token=(1, 4, 2), cls_token=(1, 1, 2))},
+            {"x.reg_token": "embedding", "x.cls_token": "vector"},
+        ),
+        # the names of modules say nothing of that sort
+        (
+            {
+                "linear_tokens": nn.Linear(3, 2, bias=False),
+                "rel_pos_proj": nn.Linear(3, 2, bias=False),
+                "a.bias_proj": nn.Linear(3, 2, bias=False),
+                "a.scale": nn.Linear(3, 2, bias=False),
+            },
+            {f"{name}.weight": "matrix" for name in ("linear_tokens", "rel_pos_proj", "a.bias_proj", "a.scale")},
+        ),
+        # an output layer beside another, as in DeiT, and one of two numbers for each token
+        ({"head_dist": nn.Linear(3, 2, bias=False)}, {"head_dist.weight": "head"}),
+        (
+            {"ctc_head": nn.Linear(3, 2, bias=False), "x.ctc_head": nn.Linear(3, 2, bias=False)},
+            {"ctc_head.weight": "head", "x.ctc_head.weight": "matrix"},
+        ),
+        ({"qa_outputs": nn.Linear(3, 2, bias=False)}, {"qa_outputs.weight": "head"}),
         ({"norm": nn.LayerNorm((3, 2))}, {"norm.weight": "vector", "norm.bias": "vector"}),
         ({"a": RootNorm(3, 2)}, {"a.weight": "vector"}),
         ({"a": nn.Embedding(5, 2)}, {"a.weight": "embedding"}),

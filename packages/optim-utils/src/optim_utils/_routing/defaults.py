@@ -24,15 +24,21 @@ __all__ = ["Decision", "decide"]
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _is_norm_class = re.compile(r"norm(\dd)?$", re.IGNORECASE).search
 _is_norm_name = matcher("*norm", "*norm[0-9]", "ln_*")
-_is_bias_name = matcher("bias", "*_bias")
-# Two-dimensional, but no matrices: the decays of state space models (Mamba's A_log, A_b_log of Vision Mamba, A_logs of
-# VMamba, log_A_real and A_imag of S4D), decays and bonuses of RWKV's heads, and relative position biases (Swin).
+# also the biases of queries in relative attention (pos_bias_u), and those of positions (attention_biases of LeViT)
+_is_bias_name = matcher("bias", "bias_*", "*_bias", "*_bias_?", "*biases")
+# Two-dimensional, but no matrices: the decays and skips of state space models (Mamba's A_log and D, A_b_log of Vision
+# Mamba, A_logs of VMamba, log_A_real and A_imag of S4D), decays and bonuses of RWKV's heads, relative position biases
+# (Swin), and scales of heads.
 _is_elementwise_name = matcher(
-    "A_log*", "A_*_log", "log_A_*", "A_imag", "time_decay", "time_first", "time_faaaa", "r_k", "*_bias_table"
+    *("A_log*", "A_*_log", "log_A_*", "A_imag", "D", "time_decay", "time_first", "time_faaaa", "r_k", "*_bias_table"),
+    *("scale", "*_scale"),
 )
 _is_embedding_class = re.compile(r"embedding(bag)?$", re.IGNORECASE).search
 _is_embedding_name = matcher("wte", "wpe", "emb", "*_emb", "*embed*")
-_is_head_name = matcher("output", "head", "classifier", "score", "fc")
+# Learned tables that no embedding module holds: relative positions (rel_pos_h of SAM), registers, latents.
+# Only a parameter's own name says so, since modules with such names may map tokens or positions.
+_is_table_name = matcher("rel_pos*", "*_token", "*_tokens", "latents", "latents_*", "latent_query")
+_is_head_name = matcher("output", "head", "head_*", "*_head", "classifier", "score", "fc", "qa_outputs")
 # A convolution of at most this many input channels (colours): its (out, in k k) matrix does not map hidden features.
 _STEM_CHANNELS = 4
 
@@ -176,6 +182,11 @@ def _row_or_column(leaf: Leaf) -> Decision | None:
     return Decision("adamw", "vector", "one row or column") if is_row_or_column(leaf) else None
 
 
+def _table(leaf: Leaf) -> Decision | None:
+    is_table = any(_is_table_name(path[-1]) for path in leaf.paths)
+    return Decision("adamw", "embedding", "learned table by name") if is_table else None
+
+
 def _hidden_reason(leaf: Leaf, view: MatrixView) -> str:
     if leaf.is_in(*CONVOLUTIONS):
         kind = "hidden convolution"
@@ -196,5 +207,6 @@ _QUESTIONS_OF_ROLE: tuple[Callable[[Leaf], Decision | None], ...] = (
     _head,
     _first_convolution,
     _row_or_column,
+    _table,
 )
 _QUESTIONS = (_frozen, _refuse_unsupported, _refuse_flat_shards, *_QUESTIONS_OF_ROLE)
