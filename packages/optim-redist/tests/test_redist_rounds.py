@@ -538,6 +538,48 @@ def test_a_pending_conjugation_that_is_not_resolved_under_the_limit_is_refused(d
         assert live.peak <= limit
 
 
+PAIR, PAIR_WHOLE = Layout(Mesh(2), [0, None]), Layout(Mesh(2), [None, None])
+PAIR_SUMMED = Layout(Mesh(2), [None, None], {0: "sum"})
+
+
+class _Nccl(NoWire):
+    """A team of two ranks whose collectives bring nothing."""
+
+    members, is_nccl, takes_lists, is_whole, mixes_exchanges = (0, 1), True, True, True, True
+
+    def _nothing(self, *buffers: Any, **options: Any) -> None:
+        pass
+
+    all_gather = reduce_scatter = all_reduce = all_to_all = exchange_lists = _nothing
+
+
+@pytest.mark.parametrize("spare", [0, 2**16], ids=["its peak", "more"])
+@pytest.mark.parametrize(
+    "ends",
+    [(PAIR, PAIR_WHOLE), (PAIR_SUMMED, PAIR_WHOLE), (PAIR_SUMMED, PAIR)],
+    ids=["all-gather", "all-reduce", "reduce-scatter"],
+)
+def test_collectives_between_tensors_that_are_not_dense_stay_below_the_limit(
+    ends: tuple[Layout, Layout], spare: int
+) -> None:
+    shape = (128, 96)
+    limit = plan(shape, "float32", *ends).peak_bytes + spare
+    made = plan(shape, "float32", *ends, memory_limit=limit)
+    program = Program(made, 0, cast(Any, _Nccl()))
+    native = program._calls.native(0)
+    # a collective takes copies of parts that are not dense
+    assert native is not None or not spare
+    source, out = (torch.zeros(layout.local_shape(shape, 0)[::-1]).T for layout in ends)
+    if native is not None:
+        for _ in program._run_native(native, source, out, False):
+            pass
+        with Live() as live:
+            source.view_as(source)
+            for _ in program._run_native(native, source, out, False):
+                pass
+        assert live.peak <= limit
+
+
 def _give_packed(rank: int, world_size: int) -> list[str]:
     wrong = []
     full = torch.arange(1024.0 * 1024).reshape(1024, 1024)

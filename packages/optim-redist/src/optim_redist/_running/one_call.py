@@ -93,7 +93,7 @@ class OneCalls:
         self._has_exchanges = team is not None and team.is_nccl
         if team is not None and plan.communicates:
             for number, (problem, stage) in enumerate(zip(plan.problems, plan.stages, strict=True)):
-                if stage.rounds > 1:
+                if stage.rounds > 1 or not _has_room_for_copies(plan, number):
                     continue
                 if problem.num_contributions > 1 and not plan.deterministic:
                     self._native[number] = NativeReduction.of(problem, team, stages[number].dtype, rank)
@@ -114,3 +114,15 @@ class OneCalls:
             src, stage = form_of(x), self._stages[number]
             self._exchanges[key] = ExchangeCall.of(stage, k, src, dst, self._team, to_itself=self.to_itself)
         return self._exchanges[key]
+
+
+def _has_room_for_copies(plan: Plan, number: int) -> bool:
+    """Whether the limit also holds a copy of a stage's source and target, where a rank gives such as are not dense.
+
+    Collectives read and write dense memory, and all ranks call the same one, whatever they give.
+    """
+    if plan.memory_limit is None:
+        return True
+    aside = 0 if plan.donate or not number else plan.bounds.live_src
+    fullest = max(held + needed for held, needed in plan.problems[number].num_stored.values())
+    return (2 * fullest + aside) * plan.itemsize <= plan.memory_limit
