@@ -42,18 +42,23 @@ class VocabularyEmbedding(nn.Module):
             {f"attn.{name}": "vector" for name in ("pos_bias_u", "bias_v", "attention_biases", "scale", "q_scale")},
         ),
         ({"mixer": Weights(D=(3, 4))}, {"mixer.D": "vector"}),
+        # scales and shifts of diffusion transformers, which each block adds to those of the time
+        (
+            {"block": Weights(scale_shift_table=(6, 4), modulation=(1, 6, 4))},
+            {"block.scale_shift_table": "vector", "block.modulation": "vector"},
+        ),
         # tables that are learned: of relative positions (SAM), of what a resampler asks for, of registers
         (
             {"attn": Weights(rel_pos_h=(9, 2), rel_pos_w=(9, 2))},
             {"attn.rel_pos_h": "embedding", "attn.rel_pos_w": "embedding"},
         ),
         (
-            {"x": Weights(latents=(5, 2), latents_1d=(5, 2), latent_query=(5, 2), query_tokens=(1, 5, 2))},
-            {f"x.{name}": "embedding" for name in ("latents", "latents_1d", "latent_query", "query_tokens")},
+            {"x": Weights(latents=(5, 2), latents_1d=(5, 2), latent_query=(5, 2), queries=(5, 2))},
+            {f"x.{name}": "embedding" for name in ("latents", "latents_1d", "latent_query", "queries")},
         ),
         (
-            {"x": Weights(reg_token=(1, 4, 2), cls_token=(1, 1, 2))},
-            {"x.reg_token": "embedding", "x.cls_token": "vector"},
+            {"x": Weights(query_tokens=(1, 5, 2), reg_token=(1, 4, 2), cls_token=(1, 1, 2))},
+            {"x.query_tokens": "embedding", "x.reg_token": "embedding", "x.cls_token": "vector"},
         ),
         # the names of modules say nothing of that sort
         (
@@ -72,12 +77,14 @@ class VocabularyEmbedding(nn.Module):
             {"ctc_head.weight": "head", "x.ctc_head.weight": "matrix"},
         ),
         ({"qa_outputs": nn.Linear(3, 2, bias=False)}, {"qa_outputs.weight": "head"}),
+        ({"to_logits": nn.Linear(3, 2, bias=False)}, {"to_logits.weight": "head"}),
         ({"norm": nn.LayerNorm((3, 2))}, {"norm.weight": "vector", "norm.bias": "vector"}),
         ({"a": RootNorm(3, 2)}, {"a.weight": "vector"}),
         ({"a": nn.Embedding(5, 2)}, {"a.weight": "embedding"}),
         ({"a": nn.EmbeddingBag(5, 2)}, {"a.weight": "embedding"}),
         ({"x.wte": Weights(weight=(5, 2))}, {"x.wte.weight": "embedding"}),
         ({"x": Weights(pos_embed=(1, 5, 2))}, {"x.pos_embed": "embedding"}),
+        ({"x": Weights(embed_table=(5, 2))}, {"x.embed_table": "embedding"}),
         ({"x": Weights(pos_emb=(1, 5, 2), emb=(5, 2))}, {"x.pos_emb": "embedding", "x.emb": "embedding"}),
         ({"tok_emb": Weights(weight=(5, 2))}, {"tok_emb.weight": "embedding"}),
         ({"tokens": VocabularyEmbedding(5, 2)}, {"tokens.table": "embedding"}),

@@ -28,17 +28,17 @@ _is_norm_name = matcher("*norm", "*norm[0-9]", "ln_*")
 _is_bias_name = matcher("bias", "bias_*", "*_bias", "*_bias_?", "*biases")
 # Two-dimensional, but no matrices: the decays and skips of state space models (Mamba's A_log and D, A_b_log of Vision
 # Mamba, A_logs of VMamba, log_A_real and A_imag of S4D), decays and bonuses of RWKV's heads, relative position biases
-# (Swin), and scales of heads.
+# (Swin), scales of heads, and what diffusion transformers add to scales and shifts (scale_shift_table of PixArt).
 _is_elementwise_name = matcher(
-    *("A_log*", "A_*_log", "log_A_*", "A_imag", "D", "time_decay", "time_first", "time_faaaa", "r_k", "*_bias_table"),
-    *("scale", "*_scale"),
+    *("A_log*", "A_*_log", "log_A_*", "A_imag", "D", "time_decay", "time_first", "time_faaaa", "r_k"),
+    *("scale", "*_scale", "*_bias_table", "*_shift_table", "modulation"),
 )
 _is_embedding_class = re.compile(r"embedding(bag)?$", re.IGNORECASE).search
 _is_embedding_name = matcher("wte", "wpe", "emb", "*_emb", "*embed*")
 # Learned tables that no embedding module holds: relative positions (rel_pos_h of SAM), registers, latents.
 # Only a parameter's own name says so, since modules with such names may map tokens or positions.
-_is_table_name = matcher("rel_pos*", "*_token", "*_tokens", "latents", "latents_*", "latent_query")
-_is_head_name = matcher("output", "head", "head_*", "*_head", "classifier", "score", "fc", "qa_outputs")
+_is_table_name = matcher("rel_pos*", "*_token", "*_tokens", "latents", "latents_*", "latent_query", "*queries")
+_is_head_name = matcher("output", "head", "head_*", "*_head", "classifier", "score", "fc", "qa_outputs", "*logits")
 # A convolution of at most this many input channels (colours): its (out, in k k) matrix does not map hidden features.
 _STEM_CHANNELS = 4
 
