@@ -47,10 +47,14 @@ class VocabularyEmbedding(nn.Module):
             {"block": Weights(scale_shift_table=(6, 4), modulation=(1, 6, 4))},
             {"block.scale_shift_table": "vector", "block.modulation": "vector"},
         ),
-        # tables that are learned: of relative positions (SAM), of what a resampler asks for, of registers
+        # tables that are learned: of positions (SAM, MViT), of what a resampler asks for, of registers
         (
             {"attn": Weights(rel_pos_h=(9, 2), rel_pos_w=(9, 2))},
             {"attn.rel_pos_h": "embedding", "attn.rel_pos_w": "embedding"},
+        ),
+        (
+            {"x": Weights(temporal_pos=(9, 2), patch_pos=(1, 9, 2), positional_encoding=(9, 1, 1, 2))},
+            {f"x.{name}": "embedding" for name in ("temporal_pos", "patch_pos", "positional_encoding")},
         ),
         (
             {"x": Weights(latents=(5, 2), latents_1d=(5, 2), latent_query=(5, 2), queries=(5, 2))},

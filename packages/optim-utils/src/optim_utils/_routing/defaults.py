@@ -35,9 +35,11 @@ _is_elementwise_name = matcher(
 )
 _is_embedding_class = re.compile(r"embedding(bag)?$", re.IGNORECASE).search
 _is_embedding_name = matcher("wte", "wpe", "emb", "*_emb", "*embed*")
-# Learned tables that no embedding module holds: relative positions (rel_pos_h of SAM), registers, latents.
+# Learned tables that no embedding module holds: positions (rel_pos_h of SAM, temporal_pos of MViT), registers, latents.
 # Only a parameter's own name says so, since modules with such names may map tokens or positions.
-_is_table_name = matcher("rel_pos*", "*_token", "*_tokens", "latents", "latents_*", "latent_query", "*queries")
+_is_table_name = matcher(
+    *("rel_pos*", "*_pos", "*position*", "*_token", "*_tokens", "latents", "latents_*", "latent_query", "*queries")
+)
 _is_head_name = matcher("output", "head", "head_*", "*_head", "classifier", "score", "fc", "qa_outputs", "*logits")
 # A convolution of at most this many input channels (colours): its (out, in k k) matrix does not map hidden features.
 _STEM_CHANNELS = 4
