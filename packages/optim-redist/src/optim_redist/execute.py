@@ -140,7 +140,8 @@ def redistribute_local(
             group that has NCCL, else the CPU.
         async_op: return a ``Handle`` whose ``wait()`` gives the result; do not write to ``tensor`` before that.
         cost_model, topology, memory_limit, partial_init: as for ``plan``, but the model is by default the preset
-            "nccl" where the group has NCCL.
+            "nccl" where the group has NCCL. Gradients move under the same limit; if their way back takes more, backward
+            raises ``PlanInfeasibleError``.
         donate: ``tensor`` may be given up: its memory is freed once it has been read, before later steps allocate
             theirs. It must span all of its storage, and torch must be able to free that. Unless ``tensor`` is the
             result, it keeps its shape but its storage is empty afterwards: reading it crashes the process.

@@ -115,7 +115,8 @@ def redistribute(
         forward_dtype: dtype of the exchange and of the result.
         backward_dtype: dtype in which the gradient is exchanged; it arrives in the tensor's dtype.
         memory_limit: bytes that no rank may exceed, as for ``plan``. If the exchange is in another dtype, the limit
-            counts the converted copy as the source, and not ``dtensor``, which is held as well.
+            counts the converted copy as the source, and not ``dtensor``, which is held as well. Gradients move under
+            the same limit; if their way back takes more, backward raises ``PlanInfeasibleError``.
         grad: what the loss is. With "replicate", DTensor's rule, it is one DTensor's value: a gradient is what its
             placements say, and ends up in the placements of ``dtensor``, ``Partial()`` read as ``Replicate()``. With
             "adjoint" it is the sum of all ranks' losses, as where ranks go on with ``to_local()`` on their own data:
