@@ -241,7 +241,8 @@ class CommModel:
         name: as printed; the id adds a digest of the numbers.
         topology: groups and bandwidths.
         curves: keyed by collective: (bytes the busiest rank receives, seconds), ascending. A collective without a curve
-            takes the topology's latency and bandwidth.
+            takes the topology's latency and bandwidth. By a curve of "all_to_all" the topology is corrected, so that
+            its bound on time holds for all curves; without one, none of the others should be quicker than the topology.
         pack_bandwidth: bytes read plus written per second by a local copy.
         call_seconds: host time of one exchange, beyond what the curves have measured.
         has_library: whether a library's collectives do the steps that they can do, as programs on NCCL let them.
