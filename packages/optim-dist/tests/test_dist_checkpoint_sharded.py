@@ -1,5 +1,7 @@
 """Checkpoints of DTensors: any layout on any number of ranks loads any other, plain parameters included."""
 
+import json
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from optim_dist import TritonDistMuonAdamW, checkpoint, elastic
+from optim_dist import TritonDistAdamW, TritonDistMuonAdamW, checkpoint, elastic
 from optim_dist._checkpoint import loading
 from optim_utils.testing import RankFailure, run_ranks
 
@@ -191,6 +193,27 @@ def load_what_does_not_fit(rank, world_size, folder):
     with pytest.raises(checkpoint.CheckpointError, match=r"up\.weight: route muon, this run has adamw"):
         checkpoint.load(f"{folder}/2 fsdp", model, TritonDistMuonAdamW(groups))
     assert_equal([parameter.full_tensor() for parameter in model.parameters()], before, "untouched")
+
+
+def longest_message(rank, world_size, folder):
+    """Of those that this rank sends to all when it saves, in characters."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(40)))
+    fully_shard(model, mesh=mesh_of(world_size))
+    optimizer = TritonDistAdamW(model.named_parameters())
+    model(torch.ones(2, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    sent, gather = [], optimizer.communicator.gather_json
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer.communicator, "gather_json", lambda value: sent.append(value) or gather(value))
+        checkpoint.save(f"{folder}/of-{world_size}", model, optimizer)
+        optimizer.full_state_dict()
+    return max(len(json.dumps(value)) for value in sent)
+
+
+def test_what_ranks_tell_each_other_of_states_does_not_grow_with_their_number(tmp_path):
+    (alone,) = run_ranks(longest_message, 1, str(tmp_path))
+    assert max(run_ranks(longest_message, 4, str(tmp_path))) < alone / 4 + 500
 
 
 def test_what_does_not_fit_is_refused_whole(saved):

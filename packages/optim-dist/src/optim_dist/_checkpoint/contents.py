@@ -97,10 +97,14 @@ def add_rows(
     return problems
 
 
-def describe_state(optimizer: LiveOptimizer, specs: list[ParameterSpec]) -> dict[str, Any]:
-    """This rank's state keys and scalars by parameter, as JSON takes them."""
+def describe_state(
+    optimizer: LiveOptimizer, specs: list[ParameterSpec], pieces_of_each: Sequence[Sequence[Piece]]
+) -> dict[str, Any]:
+    """State keys and scalars of the parameters that this rank describes, by their names, as JSON takes them."""
     described = {}
     for shard in optimizer.shards():
+        if _describer(shard.index, pieces_of_each) != optimizer.communicator.rank:
+            continue
         state = optimizer.kept_state(shard)
         if state:
             keys = {
@@ -113,13 +117,22 @@ def describe_state(optimizer: LiveOptimizer, specs: list[ParameterSpec]) -> dict
     return described
 
 
+def _describer(index: int, pieces_of_each: Sequence[Sequence[Piece]]) -> int:
+    """The rank that describes a parameter's state to all: of those that have a part of it each in turn.
+
+    All of them could, but every rank gets what every rank says.
+    """
+    pieces = pieces_of_each[index]
+    return pieces[index % len(pieces)].rank
+
+
 def saved_parameters(
     specs: Sequence[ParameterSpec], pieces_of_each: Sequence[Sequence[Piece]], described: Sequence[dict[str, Any]]
 ) -> list[SavedParameter]:
     """The manifest's entries, from every rank's ``describe_state``."""
     saved = []
-    for spec, pieces in zip(specs, pieces_of_each, strict=True):
-        keys, scalars = described[pieces[0].rank].get(spec.name, ({}, {}))
+    for index, (spec, pieces) in enumerate(zip(specs, pieces_of_each, strict=True)):
+        keys, scalars = described[_describer(index, pieces_of_each)].get(spec.name, ({}, {}))
         state = {}
         for key, (dtype, shape, block, fmt) in keys.items():
             in_pieces = key in ELEMENTWISE_KEYS or block > 1

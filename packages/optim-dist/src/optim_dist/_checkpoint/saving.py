@@ -81,7 +81,8 @@ def save(
         common: dict[str, Any] = {"model": whole_rest(rest, opt)}
     with raised_together(communicator, destination.failed) as problems:
         problems += late.found
-        described = describe_state(opt, specs)
+        pieces = [pieces_of(opt, index) for index in range(len(specs))]
+        described = describe_state(opt, specs, pieces)
         if is_first:
             common |= {"groups": group_options(opt), "members": group_members(specs), "extra": extra}
             common["elsewhere"] = sorted(plain_names(elsewhere).values())
@@ -95,7 +96,7 @@ def save(
         communicator.world_size,
         opt.plan.hash,
         specs,
-        [pieces_of(opt, index) for index in range(len(specs))],
+        pieces,
         parts,
         described,
         common if is_first else {},

@@ -76,8 +76,8 @@ def take_state(optimizer: LiveOptimizer, plan: Plan, found: Sequence[Entry]) -> 
             name = plan.parameters[number].name
             moving[name] = number
         specs.append(replace(spec, name=name))
-    described = communicator.gather_json(describe_state(optimizer, specs))
     pieces = [pieces_of(optimizer, index) for index in range(len(specs))]
+    described = communicator.gather_json(describe_state(optimizer, specs, pieces))
     saved = [each for each in saved_parameters(specs, pieces, described) if each.name in moving]
     mine = {
         specs[shard.index].name: {

@@ -35,7 +35,8 @@ def full_state_dict(optimizer: LiveOptimizer, to_chunk: int = 0) -> dict[str, An
     """The one-process state on the CPU of the owner of ``to_chunk``; ``{}`` elsewhere. Owners send each piece once."""
     plan, communicator = optimizer.plan, optimizer.communicator
     mine = {shard.index: optimizer.kept_state(shard) for shard in optimizer.shards()}
-    described = communicator.gather_json({str(index): _described(state) for index, state in mine.items()})
+    plain = {str(index): _described(state) for index, state in mine.items() if not plan.parameters[index].sharding}
+    described = communicator.gather_json(plain)
     numbers = numbers_in_groups(optimizer)
     # groups are copied with their tensors: schedulers change an lr in place
     groups = copy.deepcopy(Optimizer.state_dict(optimizer)["param_groups"])
