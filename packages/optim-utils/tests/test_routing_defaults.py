@@ -91,6 +91,8 @@ class VocabularyEmbedding(nn.Module):
         ({"x": Weights(embed_table=(5, 2))}, {"x.embed_table": "embedding"}),
         ({"x": Weights(pos_emb=(1, 5, 2), emb=(5, 2))}, {"x.pos_emb": "embedding", "x.emb": "embedding"}),
         ({"tok_emb": Weights(weight=(5, 2))}, {"tok_emb.weight": "embedding"}),
+        # peft's rows for new tokens, by the name of their adapter
+        ({"x.trainable_tokens_delta": Weights(default=(3, 2))}, {"x.trainable_tokens_delta.default": "embedding"}),
         ({"tokens": VocabularyEmbedding(5, 2)}, {"tokens.table": "embedding"}),
         # a projection inside of what makes embeddings is none
         ({"time_emb.mlp": nn.Linear(3, 2, bias=False)}, {"time_emb.mlp.weight": "matrix"}),

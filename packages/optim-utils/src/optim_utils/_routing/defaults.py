@@ -34,7 +34,7 @@ _is_elementwise_name = matcher(
     *("scale", "*_scale", "*_bias_table", "*_shift_table", "modulation"),
 )
 _is_embedding_class = re.compile(r"embedding(bag)?$", re.IGNORECASE).search
-_is_embedding_name = matcher("wte", "wpe", "emb", "*_emb", "*embed*")
+_is_embedding_name = matcher("wte", "wpe", "emb", "*_emb", "*embed*", "trainable_tokens*")
 # Learned tables that no embedding module holds: positions (rel_pos_h of SAM, temporal_pos of MViT), registers, latents.
 # Only a parameter's own name says so, since modules with such names may map tokens or positions.
 _is_table_name = matcher(
