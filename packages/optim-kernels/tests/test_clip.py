@@ -195,11 +195,70 @@ def test_a_captured_list_does_not_disturb_one_that_starts_alike(monkeypatch: pyt
     torch.testing.assert_close(norm(first, second), exact(first, second))
 
 
+def test_a_captured_norm_leaves_the_factor_of_the_one_before_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms, grads = GradientNorms("triton", any_stream=True), [torch.randn(5000, device=DEVICE)]
+    for _ in range(3):
+        norm, factor = norms.norm_and_factor(grads, 2.0, 7.0)
+    for module in ("_gradient_norm", "_norm_launches"):
+        monkeypatch.setattr(f"optim_kernels.{module}.is_capturing", lambda device: True)
+    for limit in (5.0, 7.0):
+        captured_norm, captured_factor = norms.norm_and_factor(grads, 2.0, limit)
+        assert torch.equal(captured_norm, norm)
+        assert torch.equal(captured_factor, reference.clip_factor(norm, limit))
+        assert captured_factor.data_ptr() != factor.data_ptr()
+    assert torch.equal(factor, reference.clip_factor(norm, 7.0))
+
+
+@pytest.mark.parametrize("any_stream", [False, True])
+def test_lists_that_come_again_are_only_looked_at(any_stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    split_of, splits = GradientNorms._split_of, []
+
+    def count(self: GradientNorms, grads: Any) -> Any:
+        splits.append(1)
+        return split_of(self, grads)
+
+    monkeypatch.setattr(GradientNorms, "_split_of", count)
+    norms = GradientNorms("triton", any_stream=any_stream)
+    lists = [[torch.randn(5000, device=DEVICE), torch.randn(30, device=DEVICE)] for _ in range(2)]
+    for turn in range(3):
+        for grads in lists:
+            grads[1].normal_()
+            exact = torch.cat(grads).norm()
+            torch.testing.assert_close(norms.clip_(grads, 2.0, 1.0), exact)
+            torch.testing.assert_close(norms.norm(grads, 2.0), torch.ones_like(exact))
+        # without streams there is one set of tables
+        assert len(splits) == (2 if any_stream else 2 * turn + 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_each_call_clips_to_its_own_limit(norm_type: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optim_kernels.clip._NORMS", GradientNorms("triton", any_stream=True))
+    param, limit = torch.nn.Parameter(torch.zeros(5000, device=DEVICE)), torch.tensor(2.0)
+    for max_norm in (1.0, 1.0, 3.0, limit, limit, 0.0, math.nan, math.nan, 1.0, -1.0, True, math.inf):
+        grad = torch.randn(5000, device=DEVICE)
+        if param.grad is None:
+            param.grad = grad.clone()
+        else:
+            param.grad.copy_(grad)
+        limit += 1.0
+        norm = clip_grad_norm_([param], max_norm, norm_type)
+        torch.testing.assert_close(norm.double(), torch.linalg.vector_norm(grad.double(), norm_type), rtol=1e-6, atol=0)
+        expected = grad * reference.clip_factor(norm, float(max_norm))
+        torch.testing.assert_close(param.grad, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_lists_that_start_alike_are_told_apart() -> None:
     norms = GradientNorms("triton")
-    first, second, other = (torch.randn(5000, device=DEVICE) for _ in range(3))
-    for grads in [(first, second), (first, other), (first, second), (first,), (first, second)]:
+    first, second, other, short = (torch.randn(size, device=DEVICE) for size in (5000, 5000, 5000, 700))
+    for grads in [(first, second), (first, other), (first, short), (first, second), (first,), (first, second)]:
         torch.testing.assert_close(norms.norm(grads, 2.0), torch.cat(grads).norm())
+        torch.testing.assert_close(norms.norm(grads, 1.0), torch.cat(grads).abs().sum())
+        largest = torch.cat(grads).abs().amax()
+        assert torch.equal(norms.clip_(grads, math.inf, 1.0), largest)
+        torch.testing.assert_close(norms.clip_(grads, math.inf, 1.0), torch.ones_like(largest))
+        for grad in grads:
+            grad.mul_(3.0)
 
 
 def test_memory_that_becomes_a_gradient_of_another_dtype_is_read_as_such() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,16 @@ class _Split(NamedTuple):
     is_dense: bool
 
 
+class _Whole(NamedTuple):
+    """A list of gradients that one `NormLaunches` reads where they are, for when it comes again."""
+
+    part: NormLaunches
+    kinds: list[Any]
+    stream: int
+    # whether no gradient is listed twice; a list that has only been read may not have been asked
+    are_apart: bool
+
+
 class GradientNorms:
     """Norms of gradients of any devices and dtypes: one `NormLaunches` for each pair, kept from step to step.
 
@@ -46,9 +57,11 @@ class GradientNorms:
         self._any_stream = any_stream
         self._parts: dict[Any, dict[int, NormLaunches]] = {}
         self._split: _Split | None = None
+        # keyed by their first address
+        self._wholes: dict[int, _Whole] = {}
         # the latest list of addresses that was found to have no duplicates
         self._apart: list[int] = []
-        self._kinds = KnownKinds()
+        self._kinds = KnownKinds(with_shapes=True)
         # kernel launches of the latest `norm_and_factor`; unless it is 1, plain torch does part of the work
         self.num_launches = 0
 
@@ -75,9 +88,7 @@ class GradientNorms:
             return None
         if len(parts) == 1:
             _count_as_changed(seen)
-            norm = parts[0].norm(norm_type, max_norm)
-            parts[0].scale_(parts[0].factor)
-            return norm
+            return parts[0].clip_(norm_type, max_norm)
         norm, factor = self.norm_and_factor(seen, norm_type, max_norm)
         self.scale_(seen, factor)
         return norm
@@ -96,7 +107,7 @@ class GradientNorms:
         """Σ|g|^p, or the maximum, of the gradients of each device and dtype: 0-d fp64; empty if the kernels cannot."""
         seen = self.look_at(grads)
         parts = self._refreshed(seen, norm_type)
-        return [] if parts is None else [self._total(part, norm_type) for part in parts]
+        return [] if parts is None else [part.total(norm_type) for part in parts]
 
     def scale_(self, grads: Sequence[Tensor] | TensorList, factor: Tensor) -> bool:
         """Multiply the gradients by ``factor``; ``False``, and nothing done, if the kernels cannot."""
@@ -132,6 +143,9 @@ class GradientNorms:
         """
         if seen is None or not seen.tensors or norm_type not in _KERNEL_NORMS:
             return None
+        whole = self._wholes.get(seen.addresses[0])
+        if whole is not None and self._comes_again(whole, seen) and (whole.are_apart or not in_place):
+            return [whole.part]
         split = self._split_of(seen)
         if split is None:
             return None
@@ -153,7 +167,23 @@ class GradientNorms:
             part = self._part(device, dtype, own_addresses, own_numels)
             part.refresh(own_addresses, own_numels)
             parts.append(part)
+        if len(parts) == 1 and split.is_dense:
+            self._keep(parts[0], seen, are_apart=in_place)
         return parts
+
+    def _comes_again(self, whole: _Whole, seen: TensorList) -> bool:
+        """Whether these are the gradients that the tables hold, and the scratch may be used by a launch now."""
+        if seen.kinds is not whole.kinds or not whole.part.knows(seen.addresses, seen.kinds[1]):
+            return False
+        device = whole.part.device
+        return not self._any_stream or (_stream(device) == whole.stream and not is_capturing(device))
+
+    def _keep(self, part: NormLaunches, seen: TensorList, *, are_apart: bool) -> None:
+        if is_capturing(part.device):
+            return
+        if len(self._wholes) == MOST_LISTS:
+            self._wholes.clear()
+        self._wholes[seen.addresses[0]] = _Whole(part, seen.kinds, _stream(part.device), are_apart)
 
     def _are_apart(self, addresses: list[int], numels: list[int]) -> bool:
         """Whether no gradient is listed twice, as those of tied parameters may be."""
@@ -211,18 +241,12 @@ class GradientNorms:
     def _combined(self, parts: list[NormLaunches] | None, grads: Sequence[Tensor], norm_type: float) -> Tensor:
         if parts is None:
             return reference.total_norm(grads, norm_type)
-        totals = torch.stack([self._total(part, norm_type).to(grads[0].device) for part in parts])
+        totals = torch.stack([part.total(norm_type).to(grads[0].device) for part in parts])
         if norm_type == math.inf:
             norm = totals.amax()
         else:
             norm = totals.sum().sqrt() if norm_type == 2 else totals.sum()
         return norm.to(torch.float32)
-
-    @staticmethod
-    def _total(part: NormLaunches, norm_type: float) -> Tensor:
-        total = torch.empty((), dtype=torch.float64, device=part.device)
-        part.norm(norm_type, 1.0, total)
-        return total
 
 
 def _count_as_changed(grads: TensorList) -> None:
@@ -232,8 +256,11 @@ def _count_as_changed(grads: TensorList) -> None:
 
 def _stream(device: torch.device) -> int:
     """The stream that a launch on the device would go to."""
-    if not is_cuda(device):
-        return 0
+    return _current_stream()(device) if is_cuda(device) else 0
+
+
+@cache
+def _current_stream() -> Callable[[torch.device], int]:
     from optim_kernels._triton import current_stream
 
-    return current_stream(device)
+    return current_stream

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from array import array
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +34,7 @@ class NormLaunches:
         self._counters = list(torch.zeros(1 + MOST_CAPTURED, dtype=torch.int32, device=device).unbind())
         self._counter = self._counters.pop()
         self._total = torch.zeros((), dtype=torch.float64, device=device)
-        # the last norm's clip factor; the norm itself is a new tensor each time, because the caller keeps it
+        # the last norm's clip factor
         self.factor = torch.zeros((), dtype=torch.float32, device=device)
         self._addresses: list[int] = []
         self._numels: list[int] = []
@@ -41,6 +42,7 @@ class NormLaunches:
         self._launches: dict[Any, Launch] = {}
         self._chunks: ChunkMap
         self._partials: Tensor
+        self._forget_launched()
 
     def knows(self, addresses: list[int], numels: list[int]) -> bool:
         """Whether these are the gradients of the last ``refresh``."""
@@ -52,6 +54,7 @@ class NormLaunches:
         own._counter = self._counters.pop() if self._counters else torch.zeros_like(self._counter)
         own._total, own._partials = torch.empty_like(self._total), torch.empty_like(self._partials)
         own.factor = torch.empty_like(self.factor)
+        own._forget_launched()
         return own
 
     def refresh(self, addresses: list[int], numels: list[int]) -> None:
@@ -68,6 +71,7 @@ class NormLaunches:
             raise ValueError("a gradient has elements but no memory: its storage was freed")
         # forget the old list first: a call that fails midway may leave tables of either list
         self._addresses = []
+        self._forget_launched()
         aligned = [address % ALIGNMENT == 0 for address in addresses]
         if aligned != self._aligned or numels != self._numels:
             self._cut(numels, aligned)
@@ -88,47 +92,86 @@ class NormLaunches:
         self._launches.clear()
         self._aligned = aligned
 
+    def _forget_launched(self) -> None:
+        # of the latest norm its order, limit and launch, and the launch of `clip_` behind it
+        self._norm_again: tuple[float, float, Callable[[Tensor], None] | None] = 0.0, 0.0, None
+        self._scale_again: Callable[[], None] | None = None
+
     def _keep_if_captured(self) -> None:
         if is_capturing(self.device):
             self._rows.keep_for_graph()
             keep_for_graphs(self._chunks.words, self._partials, self._counter, self._total, self.factor)
 
-    def norm(self, norm_type: float, max_norm: float, total: Tensor | None = None) -> Tensor:
-        """The norm, fp32; also sets ``factor``, which clips it, and the fp64 ``total`` to Σ|g|^p (or the maximum)."""
-        launch = self._launches.get(norm_type)
-        if launch is None:
-            launch = self._launches[norm_type] = self._norm_launch(norm_type)
+    def norm(self, norm_type: float, max_norm: float) -> Tensor:
+        """The norm, fp32; also sets ``factor``, which clips it."""
         self._keep_if_captured()
-        chunks, total, norm = self._chunks, self._total if total is None else total, torch.empty_like(self.factor)
-        launch(
-            (chunks.words, self._rows.words, self._partials, self._counter, total, norm, self.factor),
-            (chunks.num_chunks, chunks.num_full, float(max_norm)),
-        )
+        # a new tensor each time, because the caller keeps it
+        norm, max_norm = torch.empty_like(self.factor), float(max_norm)
+        order, limit, again = self._norm_again
+        # the same object, as equal numbers may differ: 0.0 and -0.0
+        if again is not None and order == norm_type and limit is max_norm:
+            again(norm)
+        else:
+            launch, arguments = self._norm_launch(norm_type), self._norm_arguments(self._total, max_norm)
+            launch(*arguments, (norm,))
+            self._norm_again = norm_type, max_norm, launch.bound_but_result(*arguments)
+        return norm
+
+    def total(self, norm_type: float) -> Tensor:
+        """Σ|g|^p, or the maximum, 0-d fp64; also sets ``factor``."""
+        self._keep_if_captured()
+        total, norm = torch.empty_like(self._total), torch.empty_like(self.factor)
+        self._norm_launch(norm_type)(*self._norm_arguments(total, 1.0), (norm,))
+        return total
+
+    def clip_(self, norm_type: float, max_norm: float) -> Tensor:
+        """Scale the gradients down to ``max_norm``; return their norm before."""
+        norm = self.norm(norm_type, max_norm)
+        if self._scale_again is None:
+            launch, arguments = self._scale_launch(), self._scale_arguments(self.factor)
+            launch(*arguments)
+            self._scale_again = launch.bound(*arguments)
+        else:
+            self._scale_again()
         return norm
 
     def scale_(self, factor: Tensor) -> None:
         """Multiply the gradients by the fp32 ``factor`` unless it is 1 or more."""
-        launch = self._launches.get("scale")
-        if launch is None:
-            launch = self._launches["scale"] = self._scale_launch()
         self._keep_if_captured()
-        launch((self._chunks.words, self._rows.words, factor), (self._chunks.num_chunks, self._chunks.num_full))
+        self._scale_launch()(*self._scale_arguments(factor))
+
+    def _norm_arguments(self, total: Tensor, max_norm: float) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
+        chunks = self._chunks
+        return (
+            (chunks.words, self._rows.words, self._partials, self._counter, total, self.factor),
+            (chunks.num_chunks, chunks.num_full, max_norm),
+        )
+
+    def _scale_arguments(self, factor: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        return (self._chunks.words, self._rows.words, factor), (self._chunks.num_chunks, self._chunks.num_full)
 
     def _norm_launch(self, norm_type: float) -> Launch:
-        from optim_kernels import clip_kernels as kernels
-        from optim_kernels._triton import TRITON_DTYPES
+        launch = self._launches.get(norm_type)
+        if launch is None:
+            from optim_kernels import clip_kernels as kernels
+            from optim_kernels._triton import TRITON_DTYPES
 
-        norm = kernels.INF_NORM if norm_type == math.inf else int(norm_type)
-        vector = 16 // self._dtype.itemsize
-        partials = 1 << (self._num_programs - 1).bit_length()
-        return self._launch(kernels.norm_kernel, (TRITON_DTYPES[self._dtype], norm, TILE, vector, partials))
+            norm = kernels.INF_NORM if norm_type == math.inf else int(norm_type)
+            vector = 16 // self._dtype.itemsize
+            partials = 1 << (self._num_programs - 1).bit_length()
+            launch = self._launch(kernels.norm_kernel, (TRITON_DTYPES[self._dtype], norm, TILE, vector, partials))
+            self._launches[norm_type] = launch
+        return launch
 
     def _scale_launch(self) -> Launch:
-        from optim_kernels import clip_kernels as kernels
-        from optim_kernels._triton import TRITON_DTYPES
+        launch = self._launches.get("scale")
+        if launch is None:
+            from optim_kernels import clip_kernels as kernels
+            from optim_kernels._triton import TRITON_DTYPES
 
-        constants = (TRITON_DTYPES[self._dtype], 4 * TILE, SCALED_BYTES // self._dtype.itemsize)
-        return self._launch(kernels.scale_kernel, constants)
+            constants = (TRITON_DTYPES[self._dtype], 4 * TILE, SCALED_BYTES // self._dtype.itemsize)
+            launch = self._launches["scale"] = self._launch(kernels.scale_kernel, constants)
+        return launch
 
     def _launch(self, kernel: Any, constants: tuple[Any, ...]) -> Launch:
         from optim_kernels._triton import Launch

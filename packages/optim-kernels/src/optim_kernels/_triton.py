@@ -209,6 +209,9 @@ class Cluster(NamedTuple):
         compiled.packed_metadata = (warps, self.size, shared)
 
 
+_address = torch.Tensor.data_ptr
+
+
 class Launch:
     """A kernel with its grid and compile-time arguments, launched again and again.
 
@@ -260,18 +263,29 @@ class Launch:
             return cls(kernel, grid, (*constants, NO_OVERLAP), **options)
         return cls(kernel, grid, (*constants, overlap), launch_pdl=True, **options)
 
-    def __call__(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float] = ()) -> None:
-        """Launch with the kernel's tensors, then its numbers, on the current stream of the tensors' device."""
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], numbers: Sequence[float] = (), results: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Launch with the kernel's tensors, its numbers, then more tensors, on the current stream of their device."""
         if self._run is None:
-            self._first(tensors[0].device, (*tensors, *numbers))
+            self._first(tensors[0].device, (*tensors, *numbers, *results))
         else:
-            self.again((*map(torch.Tensor.data_ptr, tensors), *numbers))
+            self.again((*map(_address, tensors), *numbers, *map(_address, results)))
 
     def bound(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float] = ()) -> Callable[[], None]:
         """This launch with these arguments, which the caller keeps alive for as long as it is repeated."""
         if self._run is None:
             return partial(self, tensors, numbers)
-        return partial(self.again, (*map(torch.Tensor.data_ptr, tensors), *numbers))
+        return partial(self.again, (*map(_address, tensors), *numbers))
+
+    def bound_but_result(
+        self, tensors: Sequence[torch.Tensor], numbers: Sequence[float] = ()
+    ) -> Callable[[torch.Tensor], None]:
+        """As ``bound``, for a kernel whose last argument is a tensor that differs from launch to launch."""
+        if self._run is None:
+            return lambda result: self(tensors, numbers, (result,))
+        fixed = (*map(_address, tensors), *numbers)
+        return lambda result: self.again((*fixed, result.data_ptr()))
 
     def _first(self, device: torch.device, arguments: Sequence[Any]) -> None:
         if INTERPRETED.value:

@@ -197,6 +197,9 @@ def _refuse_others(tensors: Sequence[Tensor]) -> None:
 
 
 def _as_list(tensors: Tensors) -> list[Tensor]:
+    """The tensors as a list that is only read."""
+    if isinstance(tensors, list):
+        return tensors
     if isinstance(tensors, Tensor):
         return [tensors]
     if not isinstance(tensors, Iterable):
