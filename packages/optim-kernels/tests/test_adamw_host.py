@@ -53,6 +53,29 @@ def test_only_what_changed_is_uploaded_and_in_one_table(uploads: list[int]) -> N
     assert len(old) == len(params)
 
 
+def test_the_learning_rate_of_a_tensor_alone_in_its_launch_is_not_uploaded(uploads: list[int]) -> None:
+    """It goes to the kernel as an argument; each launch takes that of its tensor's group."""
+    params = [torch.nn.Parameter(torch.randn(300, device=DEVICE)) for _ in range(2)]
+    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    ours, theirs = (
+        TritonAdamW([{"params": [p], "amsgrad": p is each[1]} for p in each], impl=impl)
+        for each, impl in ((params, "triton"), (others, "torch"))
+    )
+    for p, q in zip(params, others):
+        p.grad = q.grad = torch.randn(300, device=DEVICE)
+    ours.step()
+    theirs.step()
+    changes = [{}, {"lr": 0.1}, {"eps": 0.1}, {"betas": (0.5, 0.7), "lr": 0.3}, {"weight_decay": 0.3}, {"lr": 0.2}]
+    for change in [*changes, {"maximize": True}, {"lr": 0.1}, {}]:
+        uploads.clear()
+        for optimizer in (ours, theirs):
+            optimizer.param_groups[1].update(change)
+            optimizer.step()
+        for p, q in zip(params, others):
+            torch.testing.assert_close(p, q)
+        assert bool(uploads) == bool(change.keys() - {"lr"}), change
+
+
 def test_a_gradient_of_another_layout_at_the_same_address_is_seen() -> None:
     memory = torch.randn(24, device=DEVICE)
     p = torch.nn.Parameter(torch.randn(4, 6, device=DEVICE))

@@ -116,8 +116,8 @@ ARGUMENTS = {
     "scales squared_scales units",
     "fp32": "alpha beta eps max_norm norm_scale omega",
     # of AdamW's kernel of one tensor
-    "i64": "exp_avg exp_avg_scale exp_avg_sq exp_avg_sq_scale grad group master max_exp_avg_sq numel param place "
-    "present seed slice_stride start step",
+    "i64": "exp_avg exp_avg_scale exp_avg_sq exp_avg_sq_scale grad group lr_bits master max_exp_avg_sq numel param "
+    "place present seed slice_stride start step",
 }
 TYPES = {name: type for type, names in ARGUMENTS.items() for name in names.split()}
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}

@@ -122,6 +122,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         def bound(self, *args: Any) -> Any:
             return partial(self, *args)
 
+        def bound_but_result(self, *args: Any) -> Any:
+            return lambda result: self(*args, (result,))
+
     monkeypatch.setattr("optim_kernels._triton.Launch", Counted)
     return seen
 

@@ -132,6 +132,7 @@ def adamw_kernel(
         (found_inf, tl.load(record + _PRESENT).to(tl.pointer_type(tl.float32))),
         (clip_factor, grad_scale),
         hyperparameters + tl.load(record + _GROUP) * _HYPERPARAMETERS_SIZE,
+        0,
         tl.load(record + _STEP).to(tl.pointer_type(tl.float32)),
         (tl.load(record + _SEED), tl.load(record + _PLACE), tl.load(record + _START)),
         memos + slot * _MEMOS_SIZE,
@@ -168,6 +169,7 @@ _NUMBERS = [
     "seed",
     "place",
     "start",
+    "lr_bits",
 ]
 
 
@@ -197,13 +199,18 @@ def adamw_kernel_of_one(
     seed: tl.int64,
     place: tl.int64,
     start: tl.int64,
+    lr_bits: tl.int64,
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
     TAIL_TILE: tl.constexpr,
     F: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """As ``adamw_kernel`` for one tensor in chunks of one size: elements can be loaded at once, without tables."""
+    """As ``adamw_kernel`` for one tensor in chunks of one size: elements can be loaded at once, without tables.
+
+    The learning rate, which schedulers change in each step, is an argument, as the pattern of an fp64 number: to upload
+    another one would take the host as long as the rest of a step.
+    """
     after_previous(OVERLAP)
     chunk = num_chunks - 1 - tl.program_id(0)
     first = chunk.to(tl.int64) * CHUNK
@@ -219,6 +226,7 @@ def adamw_kernel_of_one(
         (found_inf, wide(present).to(tl.pointer_type(tl.float32))),
         (clip_factor, grad_scale),
         hyperparameters + group * _HYPERPARAMETERS_SIZE,
+        lr_bits,
         wide(step).to(tl.pointer_type(tl.float32)),
         (seed, place, start),
         memos,

@@ -28,6 +28,7 @@ def update_chunk(
     flags,
     factors,
     row,
+    lr_bits,
     step_pointer,
     stream,
     memo,
@@ -46,6 +47,7 @@ def update_chunk(
         is_last: whether to leave a memo, which the next step reads with ``MEMO``.
         flags: pointers to ``found_inf`` and to the tensor's presence.
         factors: pointers to the clip factor and to the gradient scale.
+        row, lr_bits: as for ``read_group``.
         num_others: how many other programs share this step count; the last program to arrive stores the next count.
     """
     scales = scales_of_chunk(scale_addresses, first, end, TILE // BLOCK, F)
@@ -53,7 +55,7 @@ def update_chunk(
         offset = first
         tile = read_tile(places, offset, True, TILE, F, False)
         keep, t, random, scalars, arrived = _start(
-            step_pointer, flags, factors, row, stream, memo, counter, F, MEMO, MEMO or CHUNK == TILE
+            step_pointer, flags, factors, row, lr_bits, stream, memo, counter, F, MEMO, MEMO or CHUNK == TILE
         )
         # the next tile is on its way while this one is worked on
         if CHUNK == 0:
@@ -76,7 +78,7 @@ def update_chunk(
         _finish(row, memo, step_pointer, t, counter, arrived, num_others, keep, is_last)
     else:
         keep, t, random, scalars, arrived = _start(
-            step_pointer, flags, factors, row, stream, memo, counter, F, MEMO, MEMO or CHUNK == TILE
+            step_pointer, flags, factors, row, lr_bits, stream, memo, counter, F, MEMO, MEMO or CHUNK == TILE
         )
         for offset in range(first, tl.where(keep, end, first), TAIL_TILE):
             i = (offset - first) // TAIL_TILE
@@ -98,13 +100,23 @@ def _update_tile(tile, places, offset, mask, scales, i, scalars, random, F: tl.c
 
 @triton.jit
 def _start(
-    step_pointer, flags, factors, row, stream, memo, counter, F: tl.constexpr, MEMO: tl.constexpr, EARLY: tl.constexpr
+    step_pointer,
+    flags,
+    factors,
+    row,
+    lr_bits,
+    stream,
+    memo,
+    counter,
+    F: tl.constexpr,
+    MEMO: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Load what a program needs before it computes: whether to keep the step, its number, random stream, scalars."""
     found_inf, present = flags
     clip_factor, grad_scale = factors
     seed, place, start = stream
-    group = read_group(row, memo, MEMO)
+    group = read_group(row, lr_bits, memo, MEMO)
     t = tl.load(step_pointer) + 1.0
     keep = (tl.load(found_inf) == 0.0) & (tl.load(present) != 0.0)
     scale = tl.load(clip_factor) * div_rn(1.0, tl.load(grad_scale))

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from optim_kernels._kernels.approximations import rcp_approx, sqrt_approx
-from optim_kernels._triton import div_rn, sqrt_rn, tl, triton
+from optim_kernels._triton import div_rn, sqrt_rn, tl, triton, wide
 
 
 class Hyperparameters(NamedTuple):
@@ -45,10 +45,13 @@ _MEMO_SIZE = tl.constexpr(MEMO_SIZE)
 
 
 @triton.jit
-def read_group(row, memo, MEMO: tl.constexpr):
-    """Load a group's row and, with ``MEMO``, its two memos, for ``scalars_of_step``; nothing here waits for memory."""
+def read_group(row, lr_bits, memo, MEMO: tl.constexpr):
+    """Load a group's row and, with ``MEMO``, its two memos, for ``scalars_of_step``; nothing here waits for memory.
+
+    With ``MEMO`` the learning rate is not in the row: ``lr_bits`` is its pattern.
+    """
     numbers = (
-        tl.load(row + _LR),
+        wide(lr_bits).to(tl.float64, bitcast=True) if MEMO else tl.load(row + _LR),
         tl.load(row + _LR_ADDRESS).to(tl.int64, bitcast=True),
         tl.load(row + _BETA1),
         tl.load(row + _BETA2),

@@ -3,7 +3,7 @@
 There are three tables. The chunk map and the records of the plan's tensors stay; the third table holds what a step may
 change: first an ``address, slice stride`` for each gradient, then a row of hyperparameters for each group. A step in
 which nothing changed uploads nothing, any other step uploads the third table in one copy. A lone tensor needs no
-records: arguments of the kernel say where it is.
+records: arguments of the kernel say where it is, and what its learning rate is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from optim_kernels._dtensors import is_wrapper
 from optim_kernels._options import are_numbers, check_scalars, check_switches, check_values
-from optim_kernels.functional._adamw_scalars import hyperparameter_rows, write_betas
+from optim_kernels.functional._adamw_scalars import hyperparameter_rows, without_rates, write_betas
 from optim_kernels.functional._adamw_tensor import PlannedTensor, addresses
 from optim_kernels.functional._adamw_tuning import Tuning, code_chunks, tuning
 from optim_kernels.functional._device_scalars import as_scalar, on_device, readable
@@ -72,8 +72,9 @@ class AdamWLaunch:
         # clip factor, gradient scale, found_inf
         self._factors: tuple[Tensor, ...] = ()
         self._is_of_one = False
-        # the kernel's integer arguments, which stay as long as the gradients do
+        # the kernel's integer arguments, which stay as long as the gradients do, and a lone tensor's learning rate
         self._numbers: tuple[int, ...] = ()
+        self._lr: tuple[int, ...] = ()
         self._chunks: ChunkMap
         self._rows: list[Record]
 
@@ -237,11 +238,11 @@ class AdamWLaunch:
             self._changing.keep_for_graph()
             keep_for_graphs(chunks.words, self._counters, self._memos, self._one, self._zero)
             keep_for_graphs(*self._scalar_tensors, *self.copies)
-        self._launch(self._tensors(), self._numbers)
+        self._launch(self._tensors(), self._numbers + self._lr)
 
     def again(self) -> Callable[[], None]:
         """The launch of ``run`` outside of captures, as it is until the next ``refresh`` or ``get_ready``."""
-        return self._launch.bound(self._tensors(), self._numbers)
+        return self._launch.bound(self._tensors(), self._numbers + self._lr)
 
     def _tensors(self) -> tuple[Tensor, ...]:
         """The tensors that the kernel takes, but for a lone tensor's, whose addresses are among its numbers."""
@@ -273,18 +274,21 @@ class AdamWLaunch:
         )
 
     def renumber(self, scalars: Sequence[AdamWScalars]) -> bool:
-        """Upload other hyperparameters, all of them Python numbers; whether `again` is another launch by that."""
-        before = self._scalars_view
+        """Take other hyperparameters, all of them Python numbers; whether `again` is another launch by that."""
+        before = self._scalars_view, self._lr
         self._set_scalars(scalars, True)
         if not self._is_uploaded:
             self._upload()
-        return self._scalars_view is not before
+        return self._scalars_view is not before[0] or self._lr != before[1]
 
     def _set_scalars(self, scalars: Sequence[AdamWScalars], numbers: bool) -> None:
         if not numbers:
             scalars = [each._replace(lr=readable(each.lr, self._device)) for each in scalars]
         # first, since a number may be too large for a row
         rows = hyperparameter_rows(scalars)
+        if self._is_of_one:
+            rates, rows = without_rates(rows)
+            self._lr = (rates[self._rows[0].group],)
         # a copy, because the caller may write to its list
         self._scalars = list(scalars) if numbers else ()
         self._scalar_tensors = [] if numbers else [v for each in scalars for v in each if isinstance(v, Tensor)]

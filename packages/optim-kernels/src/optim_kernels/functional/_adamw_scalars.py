@@ -18,6 +18,9 @@ from optim_kernels._dtensors import whole
 from optim_kernels.functional._device_scalars import on_device
 from optim_kernels.reference.adamw import AdamWScalars
 
+# numbers of a group
+ROW_SIZE = 9
+
 
 def hyperparameter_rows(scalars: Sequence[AdamWScalars]) -> bytes:
     """The table of the groups (``adamw_kernels.Hyperparameters``); betas on the device are left to ``write_betas``."""
@@ -27,10 +30,19 @@ def hyperparameter_rows(scalars: Sequence[AdamWScalars]) -> bytes:
     return rows.tobytes()
 
 
+def without_rates(rows: bytes) -> tuple[Sequence[int], bytes]:
+    """The patterns of the groups' learning rates, and the table with zeros in place of them."""
+    words = array("q", rows)
+    rates = words[::ROW_SIZE]
+    words[::ROW_SIZE] = array("q", bytes(8 * len(rates)))
+    return rates, words.tobytes()
+
+
 def _row(scalars: AdamWScalars) -> list[float]:
     lr = scalars.lr
     # NaN holds the place of a beta on the device: no number is equal to it, so a change to one is noticed
-    beta1, beta2 = (math.nan if on_device(beta) else float(beta) for beta in (scalars.beta1, scalars.beta2))
+    beta1 = math.nan if on_device(scalars.beta1) else float(scalars.beta1)
+    beta2 = math.nan if on_device(scalars.beta2) else float(scalars.beta2)
     address = 0.0
     if on_device(lr):
         (address,), lr = array("d", array("q", [lr.data_ptr()]).tobytes()), 0.0
