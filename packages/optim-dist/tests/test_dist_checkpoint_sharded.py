@@ -1,6 +1,8 @@
 """Checkpoints of DTensors: any layout on any number of ranks loads any other, plain parameters included."""
 
 import json
+import time
+from math import prod
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from optim_dist import TritonDistAdamW, TritonDistMuonAdamW, checkpoint, elastic
 from optim_dist._checkpoint import loading
+from optim_dist._checkpoint.rows import row_pieces, rows_of
+from optim_dist.sharded import flat_start
 from optim_utils.testing import RankFailure, run_ranks
 
 PLAIN, FSDP, HSDP, TP, BOTH = "plain", "fsdp", "hsdp", "tp", "fsdp and tp"
@@ -193,6 +197,29 @@ def load_what_does_not_fit(rank, world_size, folder):
     with pytest.raises(checkpoint.CheckpointError, match=r"up\.weight: route muon, this run has adamw"):
         checkpoint.load(f"{folder}/2 fsdp", model, TritonDistMuonAdamW(groups))
     assert_equal([parameter.full_tensor() for parameter in model.parameters()], before, "untouched")
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (0, 3), (5, 0), (8, 3), (9, 2, 2), (3, 5)], ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 5])
+def test_pieces_are_the_rows_of_each_rank(shape, num_ranks):
+    ranks = [3 * place + 1 for place in range(num_ranks)]
+    layout = rows_of(shape, ranks)
+    pieces = {piece.rank: (piece.start, piece.stop) for piece in row_pieces(6, shape, ranks)}
+    for place, rank in enumerate(layout.mesh.ranks):
+        start, numel = flat_start(layout, shape, rank), prod(layout.local_shape(shape, rank))
+        assert pieces.pop(place, (start, start)) == (start, start + numel)
+    assert not pieces
+
+
+def test_a_thousand_ranks_know_their_rows_at_once():
+    """What takes the square of the number of ranks, or its cube, for each parameter, takes hours for a model."""
+    ranks, shape = list(range(1024)), (4096, 64)
+    layout = rows_of(shape, ranks)
+    start = time.monotonic()
+    for index in range(20):
+        pieces = row_pieces(index, shape, ranks)
+        assert flat_start(layout, shape, 1000) == pieces[1000].start == 1000 * 4 * 64
+    assert time.monotonic() - start < 20
 
 
 def longest_message(rank, world_size, folder):

@@ -27,6 +27,7 @@ from optim_dist._optimizers.shards import Item, Shard, StepContext, make_shard, 
 from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import ParameterSpec, RouteName
 from optim_redist import Layout
+from optim_redist.index_sets import IndexSet, size
 from optim_utils.param_groups import MatrixView
 
 
@@ -171,17 +172,21 @@ class UnbucketedParameters:
 
 def flat_start(layout: Layout, shape: Sequence[int], rank: int) -> int | None:
     """Where a rank's elements begin in row-major order; None if those of some rank are not consecutive."""
-    starts = {each: _start(layout, shape, each) for each in layout.mesh.ranks}
+    sets = layout.index_sets(shape)  # of all ranks, so asked for once
+    starts = {
+        each: _start([of_dim[layout.coordinate(each, dim)] for dim, of_dim in enumerate(sets)], shape)
+        for each in layout.mesh.ranks
+    }
     return None if None in starts.values() else starts[rank]
 
 
-def _start(layout: Layout, shape: Sequence[int], rank: int) -> int | None:
-    held = layout.indices(shape, rank)
-    if not held or prod(layout.local_shape(shape, rank)) == 0:
+def _start(held: Sequence[IndexSet], shape: Sequence[int]) -> int | None:
+    """Where elements begin that are ``held`` dimension by dimension; None if they are not consecutive."""
+    if not held or prod(map(size, held)) == 0:
         return 0
     if any(len(runs) != 1 or runs[0].repeats != 1 for runs in held):
         return None
-    if any(runs[0].length != size for runs, size in zip(held[1:], shape[1:])):
+    if any(runs[0].length != whole for runs, whole in zip(held[1:], shape[1:])):
         return None
     return held[0][0].start * prod(shape[1:])
 
