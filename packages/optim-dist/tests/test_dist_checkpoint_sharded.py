@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from optim_dist import TritonDistAdamW, TritonDistMuonAdamW, checkpoint, elastic
 from optim_dist._checkpoint import loading
 from optim_dist._checkpoint.rows import row_pieces, rows_of
+from optim_dist._reduction.collectives import Communicator
 from optim_dist.sharded import flat_start
 from optim_utils.testing import RankFailure, run_ranks
 
@@ -236,6 +237,21 @@ def longest_message(rank, world_size, folder):
         checkpoint.save(f"{folder}/of-{world_size}", model, optimizer)
         optimizer.full_state_dict()
     return max(len(json.dumps(value)) for value in sent)
+
+
+def messages_of_construction(rank, world_size):
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+    fully_shard(model, mesh=mesh_of(world_size))
+    sent, gather = [], Communicator.gather_json
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Communicator, "gather_json", lambda self, value: sent.append(value) or gather(self, value))
+        TritonDistAdamW(model.named_parameters())
+    return json.dumps(sent)
+
+
+def test_a_mesh_is_told_once_and_not_for_each_parameter():
+    for messages in run_ranks(messages_of_construction, 3):
+        assert messages.count("[0, 1, 2]") == 1
 
 
 def test_what_ranks_tell_each_other_of_states_does_not_grow_with_their_number(tmp_path):

@@ -56,10 +56,17 @@ def check_parameters(
     Returns for every entry the ranks of each of its meshes: no mesh for a plain parameter; several meshes where FSDP
     has cut it along one dimension of a grid of ranks and tensor parallelism has left it whole along the other.
     """
-    mine = [e.parameter.device_mesh.mesh.flatten().tolist() if isinstance(e.parameter, DTensor) else [] for e in found]
-    gathered = communicator.gather_json([_findings(found, communicator, options), mine])
-    findings = dict.fromkeys(finding for each, _ in gathered for finding in each)
-    by_entry = [list(map(list, dict.fromkeys(map(tuple, each)))) for each in zip(*(meshes for _, meshes in gathered))]
+    mine: dict[tuple[int, ...], int] = {}  # each mesh once, as every rank gets those of all: their places
+    places = [mine.setdefault(_ranks_of_mesh(entry.parameter), len(mine)) for entry in found]
+    gathered = communicator.gather_json([_findings(found, communicator, options), [*mine], places])
+    findings = dict.fromkeys(finding for each, _, _ in gathered for finding in each)
+    numbers: dict[tuple[int, ...], int] = {}  # of the meshes of all ranks
+    of_rank = [[numbers.setdefault(tuple(mesh), len(numbers)) for mesh in meshes] for _, meshes, _ in gathered]
+    every = [*numbers]
+    by_entry = [
+        [list(every[number]) for number in dict.fromkeys(of[place] for of, place in zip(of_rank, each))]
+        for each in zip(*(places for *_, places in gathered))
+    ]
     if not findings:
         findings = dict.fromkeys(_mesh_findings(found, by_entry, communicator.ranks))
     if not findings:
@@ -71,6 +78,11 @@ def check_parameters(
     if findings:
         raise ValueError("parameters that cannot be distributed:\n  " + "\n  ".join(findings))
     return by_entry
+
+
+def _ranks_of_mesh(parameter: Tensor) -> tuple[int, ...]:
+    """The ranks of a DTensor's mesh; none of a plain parameter."""
+    return tuple(parameter.device_mesh.mesh.flatten().tolist()) if isinstance(parameter, DTensor) else ()
 
 
 def _findings(found: Sequence[Entry], communicator: Communicator, options: Options) -> list[str]:
