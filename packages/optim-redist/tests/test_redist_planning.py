@@ -644,6 +644,18 @@ def test_where_renumbered_ranks_exceed_the_limit_they_keep_their_numbers() -> No
         plan((6,), "int64", src, dst, relabel=True, memory_limit=40)
 
 
+def test_where_all_numbers_exceed_the_limit_the_error_is_of_those_that_take_less() -> None:
+    # renumbered, every rank keeps its part, which is its own target
+    src, dst = (Layout(Mesh(2, ranks=ranks), [(0, Ragged((0, 5, 6)))]) for ranks in ([0, 1], [1, 0]))
+    assert plan((6,), "int64", src, dst, relabel=True, memory_limit=40).dst == src
+    with pytest.raises(PlanInfeasibleError, match="larger of source and target 40 = 40 bytes; no method"):
+        plan((6,), "int64", src, dst, relabel=True, memory_limit=39)
+    # no renumbered rank can hold its parts, but with their own numbers ranks lack room for buffers only
+    src, dst = (Layout(Mesh(2), [(0, Ragged(cuts))]) for cuts in ((0, 5, 6), (0, 1, 6)))
+    with pytest.raises(PlanInfeasibleError, match=r"source 40 \+ target 8 \+ one chunk .*; none of the planners"):
+        plan((6,), "int64", src, dst, relabel=True, memory_limit=48)
+
+
 def test_a_reduction_of_no_elements_is_local() -> None:
     src, dst = (Layout(Mesh(4), [None, None], {0: op} if op else {}) for op in ("sum", None))
     made = plan((8, 0), "bf16", src, dst)

@@ -180,11 +180,14 @@ def plan(
             budget=budget,
             planners=asked,
         )
+        questions = [question]
         if relabel:
-            renumbered = question._replace(dst=relabelled(Problem(shape, src, dst, partial_init)))
-            # there may be room under the limit for the target as it was given, if not for what keeps most data in place
-            question = renumbered if _fits(renumbered) else question
-        known = _as_written(_decided(question), name, src, question.dst)
+            renumbered = relabelled(Problem(shape, src, dst, partial_init))
+            if renumbered != dst:
+                # there may be room under the limit for the target as it was given, if not for what keeps most in place
+                questions.insert(0, question._replace(dst=renumbered))
+        question, decision = _first_decided(questions)
+        known = _as_written(decision, name, src, question.dst)
         _plans.put(key, known)
     return known
 
@@ -245,13 +248,19 @@ def _as_written(decision: _Decision, dtype: str, src: Layout, dst: Layout) -> Pl
     return made
 
 
-def _fits(question: _Question) -> bool:
-    """Whether there is a plan under the question's memory limit."""
-    try:
-        _decided(question)
-    except PlanInfeasibleError:
-        return False
-    return True
+def _first_decided(questions: Sequence[_Question]) -> tuple[_Question, _Decision]:
+    """The first question with a plan under its memory limit, and the answer.
+
+    Raises:
+        PlanInfeasibleError: if none has; it is that of the least need, of those that not only held parts exclude.
+    """
+    refusals = []
+    for question in questions:
+        try:
+            return question, _decided(question)
+        except PlanInfeasibleError as error:
+            refusals.append(error)
+    raise min(refusals, key=lambda error: (error.proven, sum(error.terms.values())))
 
 
 def _decided(question: _Question) -> _Decision:
