@@ -35,6 +35,8 @@ from optim_redist._methods.chunked import RoundSizes, fullest_round, in_rounds, 
 from optim_redist._methods.direct import direct_phases
 from optim_redist._methods.exchanges import DirectExchange, Exchange, relayed
 from optim_redist._methods.relay import relay_phases
+from optim_redist._running.given import resolved
+from optim_redist._running.one_call import has_room_for_copies
 from optim_redist.boxes import Box, DisjointBoxes, cut, intersect_boxes, volume
 from optim_redist.execute import program_for
 from optim_redist.problem import Problem
@@ -578,6 +580,34 @@ def test_collectives_between_tensors_that_are_not_dense_stay_below_the_limit(
             for _ in program._run_native(native, source, out, False):
                 pass
         assert live.peak <= limit
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
+def test_a_source_that_is_kept_takes_room_from_the_copies_of_later_collectives(donate: bool) -> None:
+    part = 64 * 32 * 4
+    for spare in (-1, 0):
+        # the gathered tensor and its slice twice, beside the source
+        limit = (6 if donate else 7) * part + spare
+        ends = PAIR, Layout(Mesh(2), [None, 0])
+        made = plan((64, 64), "float32", *ends, memory_limit=limit, donate=donate, planners=["naive"])
+        assert [stage.op for stage in made.stages] == ["all_gather", "slice"]
+        assert has_room_for_copies(made, 1) == (spare == 0)
+
+
+def test_a_source_with_a_pending_conjugation_is_resolved_into_what_an_all_gather_reads() -> None:
+    source = torch.zeros(96, 64, dtype=torch.complex64).T
+    out = torch.zeros(96, 128, dtype=torch.complex64).T
+    # enough for the copy that resolves it, and for a copy of the out tensor
+    limit = plan((128, 96), source.dtype, PAIR, PAIR_WHOLE).peak_bytes + source.nbytes
+    program = Program(plan((128, 96), source.dtype, PAIR, PAIR_WHOLE, memory_limit=limit), 0, cast(Any, _Nccl()))
+    native = program._calls.native(0)
+    assert native is not None
+    program._refusals.check_resolving(source.conj())
+    with Live() as live:
+        source.view_as(source), out.view_as(out)
+        for _ in program._run_native(native, resolved(source.conj()), out, False):
+            pass
+    assert live.peak <= limit
 
 
 def _give_packed(rank: int, world_size: int) -> list[str]:

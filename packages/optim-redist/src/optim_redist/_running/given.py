@@ -104,7 +104,10 @@ def resolved(tensor: Tensor | None) -> Tensor | None:
         return None
     if tensor.requires_grad:
         tensor = tensor.detach()
-    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+    if is_pending(tensor):
+        # dense, so that a collective reads this copy and takes none of its own
+        return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)
+    return tensor
 
 
 def resolved_donated(tensor: Tensor | None) -> Tensor | None:

@@ -93,7 +93,7 @@ class OneCalls:
         self._has_exchanges = team is not None and team.is_nccl
         if team is not None and plan.communicates:
             for number, (problem, stage) in enumerate(zip(plan.problems, plan.stages, strict=True)):
-                if stage.rounds > 1 or not _has_room_for_copies(plan, number):
+                if stage.rounds > 1 or not has_room_for_copies(plan, number):
                     continue
                 if problem.num_contributions > 1 and not plan.deterministic:
                     self._native[number] = NativeReduction.of(problem, team, stages[number].dtype, rank)
@@ -116,7 +116,7 @@ class OneCalls:
         return self._exchanges[key]
 
 
-def _has_room_for_copies(plan: Plan, number: int) -> bool:
+def has_room_for_copies(plan: Plan, number: int) -> bool:
     """Whether the limit also holds a copy of a stage's source and target, where a rank gives such as are not dense.
 
     Collectives read and write dense memory, and all ranks call the same one, whatever they give.
