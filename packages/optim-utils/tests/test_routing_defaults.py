@@ -74,6 +74,15 @@ class VocabularyEmbedding(nn.Module):
             },
             {f"{name}.weight": "matrix" for name in ("linear_tokens", "rel_pos_proj", "a.bias_proj", "a.scale")},
         ),
+        # nor does a part of a word, nor what projects: W_queries beside W_keys
+        (
+            {"x": Weights(composition=(3, 2), decomposition=(3, 2), upscale=(3, 2), W_queries=(3, 2), W_keys=(3, 2))},
+            {f"x.{name}": "matrix" for name in ("composition", "decomposition", "upscale", "W_queries", "W_keys")},
+        ),
+        (
+            {"x": Weights(positions=(3, 2), patch_position=(3, 2), rel_positions_h=(3, 2), object_queries=(3, 2))},
+            {f"x.{name}": "embedding" for name in ("positions", "patch_position", "rel_positions_h", "object_queries")},
+        ),
         # an output layer beside another, as in DeiT, and one of two numbers for each token
         ({"head_dist": nn.Linear(3, 2, bias=False)}, {"head_dist.weight": "head"}),
         (
@@ -82,6 +91,7 @@ class VocabularyEmbedding(nn.Module):
         ),
         ({"qa_outputs": nn.Linear(3, 2, bias=False)}, {"qa_outputs.weight": "head"}),
         ({"to_logits": nn.Linear(3, 2, bias=False)}, {"to_logits.weight": "head"}),
+        ({"output": nn.Linear(3, 2, bias=False)}, {"output.weight": "head"}),
         ({"norm": nn.LayerNorm((3, 2))}, {"norm.weight": "vector", "norm.bias": "vector"}),
         ({"a": RootNorm(3, 2)}, {"a.weight": "vector"}),
         ({"a": nn.Embedding(5, 2)}, {"a.weight": "embedding"}),
@@ -309,6 +319,14 @@ def test_frozen_parameters_are_listed_and_in_no_group():
     assert [name for group in table.param_groups() for name in group["param_names"]] == ["b.weight", "b.bias"]
     # a rule that names the destination comes before requires_grad
     assert route_parameters(model, [Rule("a.*", to="adamw")])["a.bias"].reason == "rule; needs no gradient now"
+
+
+@pytest.mark.parametrize("name", ["x.latents", "x.q_scale", "x.q_bias"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_tied_parameter_is_what_any_of_its_names_says(name, first):
+    weight = nn.Parameter(torch.zeros(3, 2))
+    (route,) = route_parameters(dict.fromkeys([name, "y.w"] if first else ["y.w", name], weight))
+    assert route.kind == "adamw"
 
 
 def test_names_may_come_as_pairs_or_a_mapping():

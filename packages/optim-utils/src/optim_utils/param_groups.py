@@ -194,12 +194,13 @@ def route_parameters(
 ) -> RouteTable:
     """The table that says of every parameter whether Muon or AdamW updates it, and which matrices Muon sees in it.
 
-    These decide, in this order: ``rules``; requires_grad; at most one dimension; biases, and decays of state spaces or
-    RWKV, by name; norm modules; embeddings; the output head; convolutions of at most 4 channels and depthwise ones; a
-    single row or column. The rest goes to Muon: other convolutions, flattened; hidden matrices, with fused ones split
-    by their names and the gates of torch's LSTM and GRU by their modules; stacked experts. Parameters are told apart by
-    identity: a tied parameter has one row with all its names. A tensor from which torch's parametrizations compute a
-    weight counts as the weight; the magnitudes of a weight norm are vectors.
+    These decide, in this order: ``rules``; requires_grad; at most one dimension; biases, scales, and decays and skips
+    of state spaces or RWKV, by name; norm modules; embeddings; the output head; convolutions of at most 4 channels and
+    depthwise ones; a single row or column; learned positions, tokens, latents and queries, by name. The rest goes to
+    Muon: other convolutions, flattened; hidden matrices, with fused ones split by their names and the gates of torch's
+    LSTM and GRU by their modules; stacked experts. Parameters are told apart by identity: a tied parameter has one row
+    with all its names. A tensor from which torch's parametrizations compute a weight counts as the weight; the
+    magnitudes of a weight norm are vectors.
 
     Args:
         model_or_named_parameters: a module, or names with parameters; without the module only names and shapes decide.

@@ -36,9 +36,11 @@ _is_elementwise_name = matcher(
 _is_embedding_class = re.compile(r"embedding(bag)?$", re.IGNORECASE).search
 _is_embedding_name = matcher("wte", "wpe", "emb", "*_emb", "*embed*", "trainable_tokens*")
 # Learned tables that no embedding module holds: positions (rel_pos_h of SAM, temporal_pos of MViT), registers, latents.
-# Only a parameter's own name says so, since modules with such names may map tokens or positions.
+# Only a parameter's own name says so, since modules with such names may map tokens or positions. W_queries is none: the
+# queries of a layer are computed with it.
 _is_table_name = matcher(
-    *("rel_pos*", "*_pos", "*position*", "*_token", "*_tokens", "latents", "latents_*", "latent_query", "*queries")
+    *("rel_pos*", "*_pos", "position*", "*_position*", "*_token", "*_tokens"),
+    *("latents", "latents_*", "latent_query", "queries", "??*_queries"),
 )
 _is_head_name = matcher("output", "head", "head_*", "*_head", "classifier", "score", "fc", "qa_outputs", "*logits")
 # A convolution of at most this many input channels (colours): its (out, in k k) matrix does not map hidden features.
