@@ -92,6 +92,12 @@ class VocabularyEmbedding(nn.Module):
         ({"qa_outputs": nn.Linear(3, 2, bias=False)}, {"qa_outputs.weight": "head"}),
         ({"to_logits": nn.Linear(3, 2, bias=False)}, {"to_logits.weight": "head"}),
         ({"output": nn.Linear(3, 2, bias=False)}, {"output.weight": "head"}),
+        # those of diffusers' transformers and of Megatron's models
+        (
+            {"proj_out": nn.Linear(3, 2, bias=False), "blocks.proj_out": nn.Linear(3, 2, bias=False)},
+            {"proj_out.weight": "head", "blocks.proj_out.weight": "matrix"},
+        ),
+        ({"output_layer": nn.Linear(3, 2, bias=False)}, {"output_layer.weight": "head"}),
         ({"norm": nn.LayerNorm((3, 2))}, {"norm.weight": "vector", "norm.bias": "vector"}),
         ({"a": RootNorm(3, 2)}, {"a.weight": "vector"}),
         ({"a": nn.Embedding(5, 2)}, {"a.weight": "embedding"}),
@@ -107,6 +113,9 @@ class VocabularyEmbedding(nn.Module):
         # a projection inside of what makes embeddings is none
         ({"time_emb.mlp": nn.Linear(3, 2, bias=False)}, {"time_emb.mlp.weight": "matrix"}),
         ({"x.lm_head.dense": nn.Linear(3, 2, bias=False)}, {"x.lm_head.dense.weight": "head"}),
+        # one for each codebook, as in MusicGen, and a bare parameter, as in modded-nanogpt
+        ({"x.lm_heads": nn.ModuleList([nn.Linear(3, 2, bias=False)])}, {"x.lm_heads.0.weight": "head"}),
+        ({"x": Weights(lm_head_w=(3, 2))}, {"x.lm_head_w": "head"}),
         ({"classifier": nn.Linear(3, 2, bias=False)}, {"classifier.weight": "head"}),
         ({"classifier": CombinedLinear(3, 2)}, {"classifier.combined_weight": "head"}),
         # rows of `head` and of the last layer of each cluster are classes

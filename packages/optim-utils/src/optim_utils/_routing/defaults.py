@@ -42,7 +42,13 @@ _is_table_name = matcher(
     *("rel_pos*", "*_pos", "position*", "*_position*", "*_token", "*_tokens"),
     *("latents", "latents_*", "latent_query", "queries", "??*_queries"),
 )
-_is_head_name = matcher("output", "head", "head_*", "*_head", "classifier", "score", "fc", "qa_outputs", "*logits")
+# lm_heads of MusicGen, lm_head_w of modded-nanogpt
+_is_lm_head_name = matcher("lm_head*")
+# also those of diffusers' transformers (proj_out) and of Megatron's models (output_layer)
+_is_head_name = matcher(
+    *("output", "output_layer", "proj_out", "head", "head_*", "*_head"),
+    *("classifier", "score", "fc", "qa_outputs", "*logits"),
+)
 # A convolution of at most this many input channels (colours): its (out, in k k) matrix does not map hidden features.
 _STEM_CHANNELS = 4
 
@@ -159,11 +165,11 @@ def _embedding(leaf: Leaf) -> Decision | None:
 
 
 def _head(leaf: Leaf) -> Decision | None:
-    """An adaptive softmax's and ``lm_head`` anywhere; else a top-level linear layer, not BERT's ``output.dense``."""
+    """An adaptive softmax's and ``lm_head*`` anywhere; else a top-level linear layer, not BERT's ``output.dense``."""
     if leaf.is_softmax_output:
         return Decision("adamw", "head", "output layer of an adaptive softmax")
     for path in leaf.paths:
-        if "lm_head" in path:
+        if any(map(_is_lm_head_name, path)):
             return Decision("adamw", "head", "lm_head")
         is_linear = leaf.is_in(nn.Linear, CombinedLinear) or (not leaf.modules and len(leaf.shape) == 2)
         if len(path) == 2 and _is_head_name(path[0]) and is_linear:
