@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 from itertools import pairwise, product
 from math import prod
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -607,6 +609,27 @@ def test_a_source_with_a_pending_conjugation_is_resolved_into_what_an_all_gather
         source.view_as(source), out.view_as(out)
         for _ in program._run_native(native, resolved(source.conj()), out, False):
             pass
+    assert live.peak <= limit
+
+
+class _Keeping(NoWire):
+    """A team whose works keep their buffers, as NCCL's do."""
+
+    def exchange(self, *buffers: Any, async_op: bool) -> Any:
+        return SimpleNamespace(wait=partial(len, buffers)) if async_op else None
+
+
+def test_rounds_that_are_waited_for_later_stay_below_the_limit() -> None:
+    src, dst = Layout(Mesh(4), [0, None]), Layout(Mesh(4), [None, 0])
+    limit = plan((256, 256), "float32", src, dst).bounds.memory * 4 + 2**15
+    made = plan((256, 256), "float32", src, dst, memory_limit=limit, planners=["direct"])
+    assert made.steps[0].rounds == 4
+    program = Program(made, 0, cast(Any, _Keeping()))
+    source = torch.zeros(64, 256)
+    program(source)
+    with Live() as live:
+        source.view_as(source)
+        program(source, async_op=True).wait()
     assert live.peak <= limit
 
 

@@ -38,7 +38,7 @@ class Handle(Generic[Result]):
         self._lock = Lock()
         self._result: Result
         self._error: BaseException | None = None
-        self._work = next(steps, None)
+        self._begun = [next(steps, None)]
         # the generator owns the source, the buffers and the target
         self._steps: Generator[Waitable | None, None, Result] | None = steps
 
@@ -58,9 +58,8 @@ class Handle(Generic[Result]):
         return self._result
 
     def _finish(self, steps: Generator[Waitable | None, None, Result]) -> None:
-        work, self._work = self._work, None
         try:
-            self._result = completed(steps, work)
+            self._result = completed(steps, self._begun)
         except BaseException as error:
             self._error = error
             raise
@@ -86,8 +85,12 @@ class Handle(Generic[Result]):
                     self.wait()
 
 
-def completed(steps: Generator[Waitable | None, None, Result], work: Waitable | None = None) -> Result:
-    """The result of a redistribution, run to its end: of work that it has started, and of all that it starts after."""
+def completed(steps: Generator[Waitable | None, None, Result], begun: list[Waitable | None] | None = None) -> Result:
+    """The result of a redistribution, run to its end: of all that it starts after the work that it has begun.
+
+    ``begun`` holds that work, which is taken out: whoever keeps it would keep its buffers through all later rounds.
+    """
+    work = begun.pop() if begun else None
     while True:
         try:
             try:
