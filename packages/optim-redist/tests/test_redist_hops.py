@@ -153,6 +153,13 @@ def test_reductions_are_scattered_over_their_contributors() -> None:
     verify(made)
 
 
+def test_reductions_are_scattered_evenly_first_and_then_near_to_where_they_are_needed() -> None:
+    # divided as in the target, in which one rank needs all, that rank would combine all
+    src, dst = Layout(Mesh(6), [None, None, None], {0: "sum"}), Layout(Mesh(6), [None, 0, None])
+    made = plan((6, 1, 4), "float32", src, dst, planners=["scatter"])
+    assert [(step.op, step.recv) for step in made.steps] == [("reduce", 20), ("exchange", 20)]
+
+
 def test_scattered_reductions_leave_contributions_what_they_are_where_the_target_keeps_them() -> None:
     # the target keeps the four that the first axis counts, and not half of them or none
     mesh = Mesh((4, 3))

@@ -12,7 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redist_cases import EXAMPLES, FAMILIES, elements_of, indices_of, random_case
 
-from optim_redist import Chunk, Cyclic, Intervals, Layout, LayoutError, Mesh, NotRepresentableError, same_ownership
+from optim_redist import (
+    Chunk,
+    Cyclic,
+    Intervals,
+    Layout,
+    LayoutError,
+    Mesh,
+    NotRepresentableError,
+    Ragged,
+    same_ownership,
+)
 from optim_redist.ownership import from_slices, ownership
 
 
@@ -129,6 +139,9 @@ def test_slices_are_whole_numbers_for_every_rank_and_dimension(last: Any) -> Non
 def test_intervals_become_the_simplest_kind() -> None:
     rows = [[(k, k + 1), (k + 4, k + 5)] for k in range(4)]
     assert Layout(Mesh(4), [((0,), Intervals(rows))]).canonical((8,)).dims[0].kind == Cyclic(1)
+    # whole blocks of three, dealt out in one turn
+    for kind in (Intervals([[(0, 3)], [(3, 4)]]), Ragged((0, 3, 4))):
+        assert Layout(Mesh(2), [((0,), kind)]).canonical((4,)).dims[0].kind == Cyclic(3)
     cuts = [0, 1, 1, 6, 8]
     ragged = Layout(Mesh(4), [((0,), Intervals([[pair] for pair in pairwise(cuts)]))]).canonical((8,))
     assert str(ragged).startswith("[0!")
