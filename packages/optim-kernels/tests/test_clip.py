@@ -26,7 +26,7 @@ from optim_kernels import (
     reference,
     sum_of_squares,
 )
-from optim_kernels._gradient_norm import GradientNorms
+from optim_kernels._gradient_norm import MOST_LISTS, GradientNorms
 
 ONE = torch.tensor(1.0)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -246,6 +246,26 @@ def test_each_call_clips_to_its_own_limit(norm_type: float, monkeypatch: pytest.
         torch.testing.assert_close(norm.double(), torch.linalg.vector_norm(grad.double(), norm_type), rtol=1e-6, atol=0)
         expected = grad * reference.clip_factor(norm, float(max_norm))
         torch.testing.assert_close(param.grad, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_each_stream_has_scratch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms, grads, factors = GradientNorms("triton", any_stream=True), [torch.randn(5000, device=DEVICE)], []
+    for stream in (1, 1, 2, 2, 1):
+        monkeypatch.setattr("optim_kernels._gradient_norm._stream", lambda device, stream=stream: stream)
+        norm, factor = norms.norm_and_factor(grads, 2.0, 7.0)
+        assert torch.equal(factor, reference.clip_factor(norm, 7.0))
+        factors.append(factor.data_ptr())
+    first, second = factors[0], factors[2]
+    assert factors == [first, first, second, second, first]
+    assert first != second
+
+
+@pytest.mark.parametrize("any_stream", [False, True])
+def test_of_many_lists_some_are_remembered(any_stream: bool) -> None:
+    norms, tensors = GradientNorms("triton", any_stream=any_stream), torch.randn(40, 8, device=DEVICE)
+    for tensor in tensors:
+        torch.testing.assert_close(norms.norm([tensor], 2.0), tensor.norm())
+    assert len(norms._wholes) <= MOST_LISTS
 
 
 def test_lists_that_start_alike_are_told_apart() -> None:
