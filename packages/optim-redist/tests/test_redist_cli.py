@@ -551,6 +551,9 @@ def test_ascii_pictures():
     assert Layout(mesh, [(0, Cyclic(1)), None, 1]).picture((2, 1, 4)).startswith("dim 2 = 0..1:")
     assert Layout(mesh, [(0, Cyclic(1)), None, 1]).picture((2, 1, 4), dims=(0, 2)).count("dim 1") == 1
     assert "0-3" in Layout(mesh, []).picture(())
+    # of owners that do not follow each other, six
+    assert "| 0,2,4,6,8,10 |" in Layout(Mesh((6, 2)), [1]).picture((2,))
+    assert "| 0,2,4,6,8,10,… |" in Layout(Mesh((7, 2)), [1]).picture((2,))
     with pytest.raises(LayoutError, match="too large"):
         Layout(Mesh(128), [0]).picture((128,))
     with pytest.raises(LayoutError, match="536870912 pieces on one rank of dimension 0 is too large"):
