@@ -27,6 +27,7 @@ from optim_kernels import (
     sum_of_squares,
 )
 from optim_kernels._gradient_norm import MOST_LISTS, GradientNorms
+from optim_kernels._triton import Launch
 
 ONE = torch.tensor(1.0)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -209,6 +210,29 @@ def test_a_captured_norm_leaves_the_factor_of_the_one_before_alone(monkeypatch: 
     assert torch.equal(factor, reference.clip_factor(norm, 7.0))
 
 
+def test_each_stream_has_scratch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls in two streams may run at once, also on a list that has come again and again in one of them."""
+    norms, grads, used = GradientNorms("triton", any_stream=True), [torch.randn(5000, device=DEVICE)], []
+    for stream in (1, 1, 2, 2, 1):
+        monkeypatch.setattr("optim_kernels._gradient_norm._stream", lambda device, stream=stream: stream)
+        norm, factor = norms.norm_and_factor(grads, 2.0, 1.0)
+        torch.testing.assert_close(norm, grads[0].norm())
+        used.append(factor.data_ptr())
+    assert used[0] == used[1] == used[4] != used[2] == used[3]
+
+
+def test_what_a_call_returned_is_left_alone_by_the_next() -> None:
+    norms, grads = GradientNorms("triton", any_stream=True), [torch.randn(5000, device=DEVICE)]
+    exact, results = grads[0].double().norm(), []
+    for _ in range(3):
+        (total,) = norms.totals(grads, 2.0)
+        results.append((total, norms.norm(grads, 2.0), norms.clip_(grads, 2.0, math.inf)))
+        grads[0].mul_(2.0)
+    for number, (total, norm, clipped) in enumerate(results):
+        for found in (total.sqrt(), norm.double(), clipped.double()):
+            torch.testing.assert_close(found, exact * 2.0**number, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("any_stream", [False, True])
 def test_lists_that_come_again_are_only_looked_at(any_stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     split_of, splits = GradientNorms._split_of, []
@@ -235,7 +259,7 @@ def test_lists_that_come_again_are_only_looked_at(any_stream: bool, monkeypatch:
 def test_each_call_clips_to_its_own_limit(norm_type: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optim_kernels.clip._NORMS", GradientNorms("triton", any_stream=True))
     param, limit = torch.nn.Parameter(torch.zeros(5000, device=DEVICE)), torch.tensor(2.0)
-    for max_norm in (1.0, 1.0, 3.0, limit, limit, 0.0, math.nan, math.nan, 1.0, -1.0, True, math.inf):
+    for max_norm in (1.0, 1, 3.0, limit, limit, 0.0, math.nan, math.nan, 1.0, -1.0, True, math.inf):
         grad = torch.randn(5000, device=DEVICE)
         if param.grad is None:
             param.grad = grad.clone()
@@ -248,24 +272,37 @@ def test_each_call_clips_to_its_own_limit(norm_type: float, monkeypatch: pytest.
         torch.testing.assert_close(param.grad, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_each_stream_has_scratch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    norms, grads, factors = GradientNorms("triton", any_stream=True), [torch.randn(5000, device=DEVICE)], []
-    for stream in (1, 1, 2, 2, 1):
-        monkeypatch.setattr("optim_kernels._gradient_norm._stream", lambda device, stream=stream: stream)
-        norm, factor = norms.norm_and_factor(grads, 2.0, 7.0)
-        assert torch.equal(factor, reference.clip_factor(norm, 7.0))
-        factors.append(factor.data_ptr())
-    first, second = factors[0], factors[2]
-    assert factors == [first, first, second, second, first]
-    assert first != second
-
-
 @pytest.mark.parametrize("any_stream", [False, True])
 def test_of_many_lists_some_are_remembered(any_stream: bool) -> None:
     norms, tensors = GradientNorms("triton", any_stream=any_stream), torch.randn(40, 8, device=DEVICE)
     for tensor in tensors:
         torch.testing.assert_close(norms.norm([tensor], 2.0), tensor.norm())
     assert len(norms._wholes) <= MOST_LISTS
+
+
+@pytest.mark.parametrize("when", [1, 2], ids=["norm", "scaling"])
+def test_a_call_of_another_thread_during_a_launch_is_told_apart(when: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch lets other threads run, which may bring another list to the same tables."""
+    norms, num_launches = GradientNorms("triton", any_stream=True), 0
+    first, second, other = (torch.randn(size, device=DEVICE) for size in (5000, 5000, 700))
+    launch = Launch.__call__
+
+    def clip() -> None:
+        exact = torch.cat([first.normal_(), other.normal_()]).norm()
+        torch.testing.assert_close(norms.clip_([first, other], 2.0, 3.0), exact)
+        torch.testing.assert_close(torch.cat([first, other]).norm(), torch.full_like(exact, 3.0))
+
+    def interrupted(*args: Any) -> None:
+        nonlocal num_launches
+        launch(*args)
+        num_launches += 1
+        if num_launches == when:
+            clip()
+
+    monkeypatch.setattr(Launch, "__call__", interrupted)
+    norms.clip_([first, second], 2.0, 3.0)
+    for _ in range(2):
+        clip()
 
 
 def test_lists_that_start_alike_are_told_apart() -> None:

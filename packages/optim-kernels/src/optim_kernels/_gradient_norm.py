@@ -181,7 +181,7 @@ class GradientNorms:
     def _keep(self, part: NormLaunches, seen: TensorList, *, are_apart: bool) -> None:
         if is_capturing(part.device):
             return
-        if len(self._wholes) == MOST_LISTS:
+        if len(self._wholes) >= MOST_LISTS:
             self._wholes.clear()
         self._wholes[seen.addresses[0]] = _Whole(part, seen.kinds, _stream(part.device), are_apart)
 

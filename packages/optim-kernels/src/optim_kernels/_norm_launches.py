@@ -93,9 +93,10 @@ class NormLaunches:
         self._aligned = aligned
 
     def _forget_launched(self) -> None:
-        # of the latest norm its order, limit and launch, and the launch of `clip_` behind it
-        self._norm_again: tuple[float, float, Callable[[Tensor], None] | None] = 0.0, 0.0, None
-        self._scale_again: Callable[[], None] | None = None
+        # the latest norm's list of addresses, order, limit and launch, and the list and launch of `clip_` behind it:
+        # each with its list, since another thread may bring another one while a launch is under way
+        self._norm_again: tuple[list[int] | None, float, float, Callable[[Tensor], None] | None] = None, 0.0, 0.0, None
+        self._scale_again: tuple[list[int] | None, Callable[[], None] | None] = None, None
 
     def _keep_if_captured(self) -> None:
         if is_capturing(self.device):
@@ -106,15 +107,15 @@ class NormLaunches:
         """The norm, fp32; also sets ``factor``, which clips it."""
         self._keep_if_captured()
         # a new tensor each time, because the caller keeps it
-        norm, max_norm = torch.empty_like(self.factor), float(max_norm)
-        order, limit, again = self._norm_again
-        # the same object, as equal numbers may differ: 0.0 and -0.0
-        if again is not None and order == norm_type and limit is max_norm:
+        norm, max_norm, addresses = torch.empty_like(self.factor), float(max_norm), self._addresses
+        known, order, limit, again = self._norm_again
+        # not of zeros, which are equal although their signs may differ
+        if again is not None and known is addresses and order == norm_type and limit == max_norm != 0.0:
             again(norm)
         else:
             launch, arguments = self._norm_launch(norm_type), self._norm_arguments(self._total, max_norm)
             launch(*arguments, (norm,))
-            self._norm_again = norm_type, max_norm, launch.bound_but_result(*arguments)
+            self._norm_again = addresses, norm_type, max_norm, launch.bound_but_result(*arguments)
         return norm
 
     def total(self, norm_type: float) -> Tensor:
@@ -126,13 +127,14 @@ class NormLaunches:
 
     def clip_(self, norm_type: float, max_norm: float) -> Tensor:
         """Scale the gradients down to ``max_norm``; return their norm before."""
-        norm = self.norm(norm_type, max_norm)
-        if self._scale_again is None:
+        norm, addresses = self.norm(norm_type, max_norm), self._addresses
+        known, again = self._scale_again
+        if again is not None and known is addresses:
+            again()
+        else:
             launch, arguments = self._scale_launch(), self._scale_arguments(self.factor)
             launch(*arguments)
-            self._scale_again = launch.bound(*arguments)
-        else:
-            self._scale_again()
+            self._scale_again = addresses, launch.bound(*arguments)
         return norm
 
     def scale_(self, factor: Tensor) -> None:
