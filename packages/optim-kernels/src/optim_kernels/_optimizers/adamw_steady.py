@@ -65,7 +65,7 @@ class SteadyStep:
         self._numbers = numbers if _are_fixed(numbers) and not plan.num_copied else None
         # of the gradients no more, or their memory would stay taken
         self._addresses, self._kinds, self._factor = seen.addresses, seen.kinds, factor
-        self._launches = plan.run_again()
+        self._launches = plan.launches_again()
 
     def take(self, groups: Sequence[Group], states: Mapping[Tensor, State] | None) -> bool:
         """Take the step if it is like the one before; else return False, with nothing done.
@@ -105,7 +105,7 @@ class SteadyStep:
         plan, numbers, known = self._kernels.plan, list(map(_numbers, groups)), self._numbers
         are_alike = (
             known is not None
-            and plan.run_again() is self._launches
+            and plan.launches_again() is self._launches
             and seen.addresses == self._addresses
             and factor is self._factor
         )
@@ -113,7 +113,7 @@ class SteadyStep:
             return
         if are_alike and _are_fixed(numbers):
             plan.renumber([AdamWScalars(lr, *betas, *others) for lr, betas, *others in numbers])
-            self._numbers, self._launches = numbers, plan.run_again()
+            self._numbers, self._launches = numbers, plan.launches_again()
         else:
             self._kernels.get_ready(groups, seen, grad_scale=None, found_inf=None, clip_factor=factor)
             self._note(groups, seen, factor)

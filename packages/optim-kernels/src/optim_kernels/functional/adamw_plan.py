@@ -41,7 +41,7 @@ class AdamWPlan:
         self._known_grads = KnownKinds()
         # addresses and kinds of the gradients that the launches know
         self._known: tuple[list[int], list[Any]] | None = None
-        # see `run_again`
+        # see `launches_again`
         self._again: list[Callable[[], None]] | None = None
         self.num_tensors = 0
 
@@ -215,7 +215,7 @@ class AdamWPlan:
         if not any(are_others):
             self._again = again
 
-    def run_again(self) -> list[Callable[[], None]]:
+    def launches_again(self) -> list[Callable[[], None]]:
         """The launches of ``run`` outside of captures; another list once anything but ``run`` was called."""
         if self._again is None:
             self._again = [launch.again() for launch in self._launches]
