@@ -1,6 +1,12 @@
-"""States that an optimizer cannot go on with are refused when they are loaded, before anything is written."""
+"""States that an optimizer cannot go on with are refused when they are loaded, before anything is written.
+
+Hooks of the user's on ``state_dict()`` and ``load_state_dict()`` have the last word on what is saved, and the first on
+what is loaded; other forms of the state know nothing of them.
+"""
 
 import copy
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +15,7 @@ from dist_cases import Scenarios, device_of, mesh_of, normal
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW
+from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint
 
 scenario = Scenarios()
 ROWS, TWICE = [Replicate(), Shard(0)], [Shard(0), Replicate()]
@@ -116,6 +122,60 @@ def what_no_step_can_go_on_with_is_refused(rank, world_size):
             full["param_groups"][0][key] = value
             check_refused(full, f"group 0 cannot be taken over: {message}")
         optimizer.load_full_state_dict(before[0])
+
+
+def equal_state(optimizer, other):
+    """Whether both have the same whole state of their parameters; asks all ranks."""
+    states = [each.full_state_dict().get("state", {}) for each in (optimizer, other)]
+    left, right = ({number: sorted(state.items()) for number, state in each.items()} for each in states)
+    return str(left) == str(right)
+
+
+@scenario(1, 2)
+def hooks_of_the_users_have_the_last_word(rank, world_size):
+    saved_by_hook = []
+    for name, build in CLASSES.items():
+        first, second = (nn.Parameter(torch.ones(16, 8, device=device_of(rank))) for _ in range(2))
+        optimizer, other = stepped(build, first), build(second)
+        expected = copy.deepcopy(optimizer.state_dict())
+        for each in (optimizer, other):
+            each.register_state_dict_post_hook(lambda _, content: {"optimizer": content})
+            each.register_load_state_dict_pre_hook(lambda _, content: content["optimizer"])
+            each.register_load_state_dict_post_hook(lambda loaded: saved_by_hook.append(loaded.state_dict()))
+        saved = copy.deepcopy(optimizer.state_dict())
+        assert saved.keys() == {"optimizer"}, name
+        assert str(saved["optimizer"]) == str(expected), name
+        other.load_state_dict(saved)
+        assert equal_state(other, optimizer), name
+        # the state is complete when hooks look at it
+        assert str(saved_by_hook.pop()["optimizer"]["state"]) == str(expected["state"]), name
+        optimizer.consolidate_state_dict()
+        whole = [optimizer.state_dict()]
+        dist.broadcast_object_list(whole)
+        other.state.clear()
+        other.load_state_dict(whole[0])
+        assert equal_state(other, optimizer), name
+
+
+@scenario(1, 2)
+def hooks_of_the_users_do_not_touch_other_forms_of_the_state(rank, world_size):
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        for name, build in CLASSES.items():
+            first, second = (nn.Parameter(torch.ones(16, 8, device=device_of(rank))) for _ in range(2))
+            optimizer, other = stepped(build, first), build(second)
+            for each in (optimizer, other):
+                each.register_state_dict_post_hook(lambda _, content: {"optimizer": content})
+                each.register_load_state_dict_pre_hook(lambda _, content: content["optimizer"])
+            full = [optimizer.full_state_dict()]
+            dist.broadcast_object_list(full)
+            other.load_full_state_dict(full[0])
+            assert equal_state(other, optimizer), name
+            other.state.clear()
+            path = checkpoint.save(Path(folder[0], name), None, optimizer)
+            checkpoint.load(path, None, other)
+            assert equal_state(other, optimizer), name
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from optim_dist._checkpoint.codes import in_files, join_codes, whole_shape
 from optim_dist._checkpoint.common import without_numpy_scalars
@@ -21,7 +20,7 @@ from optim_dist._checkpoint.staging import ToHost
 from optim_dist._optimizers.layouts import local
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard
-from optim_dist._optimizers.states import dense_stride, in_memory_order, stamped
+from optim_dist._optimizers.states import dense_stride, in_memory_order, packed_groups, stamped, without_hooks
 from optim_dist.plan import ParameterSpec, Piece, dtype_name
 from optim_dist.planning import contiguous_stride
 from optim_kernels.states import ELEMENTWISE_KEYS, make_groups_plain, with_dtypes
@@ -152,7 +151,7 @@ def layouts_by_name(optimizer: LiveOptimizer, specs: Sequence[ParameterSpec]) ->
 
 def group_options(optimizer: LiveOptimizer) -> list[dict[str, Any]]:
     """Every group's hyperparameters, as plain values and tensors, and how many parameters it has."""
-    content = Optimizer.state_dict(optimizer)
+    content = {"param_groups": packed_groups(optimizer)}
     make_groups_plain(content)
     # a schedule written with NumPy puts a float64 into lr
     return [without_numpy_scalars(group) for group in content["param_groups"]]
@@ -187,7 +186,8 @@ def load_groups(optimizer: LiveOptimizer, saved: list[dict[str, Any]]) -> None:
         {**theirs, "param_names": mine["param_names"]} if "param_names" in mine else theirs
         for theirs, mine in zip(saved, optimizer.param_groups, strict=True)
     ]
-    optimizer.load_state_dict({"state": {}, "param_groups": named, **stamp})
+    with without_hooks(optimizer):
+        optimizer.load_state_dict({"state": {}, "param_groups": named, **stamp})
 
 
 def flat_part(value: Tensor, shard: Shard) -> Tensor:

@@ -92,8 +92,8 @@ class DistOptimizer(StatefulOptimizer):
             self._caches.clear()
             self._kept = self._fit_states = self._workspace = None
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
+    def _note_loaded(self) -> None:
+        super()._note_loaded()
         self._forget_states()
 
     def _forget_states(self) -> None:

@@ -5,7 +5,7 @@ Everything is checked before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -190,36 +190,37 @@ def _view(saved: Any) -> MatrixView | None:
 
 
 @contextmanager
-def dtypes_kept(optimizer: LiveOptimizer) -> Iterator[None]:
-    """While torch loads a state, undo its cast to the parameters' dtype (pytorch#43706), and lay it out like them.
+def converted(
+    optimizer: LiveOptimizer, convert: Callable[[dict[str, Any]], dict[str, Any]], loaded: Callable[[], None]
+) -> Iterator[None]:
+    """While torch loads a state, let it take over what ``convert`` makes of it, and call ``loaded`` at the end.
 
-    Moments become 8-bit codes where groups have these.
+    This undoes torch's cast to the parameters' dtype (pytorch#43706), and lays state out like parameters. Moments
+    become 8-bit codes where groups have these.
     """
-    loaded: dict[str, Any] = {}
+    converted: dict[str, Any] = {}
 
-    # user hooks may replace the dict and run before this one
-    def remember(_: Optimizer, state_dict: dict[str, Any]) -> None:
-        loaded.update(state_dict)
+    # hooks of the user's, which may replace the dict, come before this one
+    def before(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        converted.update(convert(state_dict))
+        return converted
 
     def put_back(_: Optimizer) -> None:
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        saved_ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
+        saved_ids = chain.from_iterable(group["params"] for group in converted["param_groups"])
         for parameter, saved_id in zip(parameters, saved_ids, strict=True):
-            if saved_id in loaded["state"]:
-                saved = loaded["state"][saved_id]
+            if saved_id in converted["state"]:
+                saved = converted["state"][saved_id]
                 optimizer.state[parameter] = {key: _laid_out(key, value, parameter) for key, value in saved.items()}
         for shard in optimizer.shards():
             optimizer.encode_state(shard)
+        loaded()
 
-    handles = [
-        optimizer.register_load_state_dict_pre_hook(remember),
+    with (
+        optimizer.register_load_state_dict_pre_hook(before),
         optimizer.register_load_state_dict_post_hook(put_back, prepend=True),
-    ]
-    try:
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _laid_out(key: str, value: Any, parameter: Tensor) -> Any:

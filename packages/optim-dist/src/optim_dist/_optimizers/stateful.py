@@ -10,6 +10,8 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from torch.optim import Optimizer
+
 from optim_dist._optimizers import interchange, loaded_state, parameter_checks, states, step_checks, whole_state
 from optim_dist._optimizers.consolidation import IS_WHOLE, Consolidated, consolidate
 from optim_dist._optimizers.entries import Entry
@@ -180,24 +182,30 @@ class StatefulOptimizer(PlannedOptimizer):
         step_checks.check_listed(self.param_groups, self._listed)
         whole = None if self._consolidated is None else self._consolidated.current()
         self.wait()
-        state_dict = super().state_dict()
-        if whole is not None:
-            state_dict |= {"state": whole, IS_WHOLE: True}
-        elif self._communicator.world_size > 1:
-            state_dict["state"] = interchange.complete_state(self)
-        else:
-            numbers, kept = states.numbers_in_groups(self), state_dict["state"]
-            for shard in self.shards():
-                number = numbers[id(shard.parameter)]
-                if number in kept:
-                    kept[number] = self._masters.followed(shard, kept[number])
-            states.make_codes_numbers(state_dict)
-        routes = map(self._route_name, self.param_groups)
-        state_dict["param_groups"] = [
-            interchange.with_torch_keys(group, route) for group, route in zip(state_dict["param_groups"], routes)
-        ]
-        make_groups_plain(state_dict)
-        return state_dict if whole is not None else states.stamped(state_dict, self.plan, self._communicator.rank)
+
+        def complete(_: Optimizer, content: dict[str, Any]) -> None:
+            if whole is not None:
+                content |= {"state": whole, IS_WHOLE: True}
+            elif self._communicator.world_size > 1:
+                content["state"] = interchange.complete_state(self)
+            else:
+                numbers, kept = states.numbers_in_groups(self), content["state"]
+                for shard in self.shards():
+                    number = numbers[id(shard.parameter)]
+                    if number in kept:
+                        kept[number] = self._masters.followed(shard, kept[number])
+                states.make_codes_numbers(content)
+            routes = map(self._route_name, self.param_groups)
+            content["param_groups"] = [
+                interchange.with_torch_keys(group, route) for group, route in zip(content["param_groups"], routes)
+            ]
+            make_groups_plain(content)
+            if whole is None:
+                states.stamped(content, self.plan, self._communicator.rank)
+
+        # hooks of the user's come later, and have the last word
+        with self.register_state_dict_post_hook(complete, prepend=True):
+            return super().state_dict()
 
     @out_of_inference_mode
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -207,6 +215,11 @@ class StatefulOptimizer(PlannedOptimizer):
         """
         self.check_open()
         step_checks.check_listed(self.param_groups, self._listed)
+        with loaded_state.converted(self, self._fitting, self._note_loaded):
+            super().load_state_dict(state_dict)
+
+    def _fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A state to load, in the form in which torch takes it over; refuses one that does not fit."""
         state_dict = loaded_state.adapted(self, state_dict)
         if IS_WHOLE in state_dict:
             state_dict = whole_state.cut_full_state_dict(self, state_dict)
@@ -214,8 +227,9 @@ class StatefulOptimizer(PlannedOptimizer):
         loaded_state.check_states(self, state_dict)
         if self._communicator.world_size > 1:
             state_dict = interchange.unwrapped_state(self, state_dict)
-        with loaded_state.dtypes_kept(self):
-            super().load_state_dict(state_dict)
+        return state_dict
+
+    def _note_loaded(self) -> None:
         self._complete_ids.clear()
         self._shown_keys.clear()
         self._outdate("load_state_dict()")
@@ -271,7 +285,8 @@ class StatefulOptimizer(PlannedOptimizer):
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a one-process state; every rank passes the same and keeps its part."""
         state_dict = loaded_state.adapted(self, state_dict)
-        self.load_state_dict(whole_state.cut_full_state_dict(self, state_dict))
+        with states.without_hooks(self):
+            self.load_state_dict(whole_state.cut_full_state_dict(self, state_dict))
 
 
 def _storage_options(group: dict[str, Any]) -> list[Any]:

@@ -6,6 +6,9 @@ A rank's ``state_dict()`` has torch's form; over several ranks its tensors are t
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -30,6 +33,27 @@ def numbers_in_groups(optimizer: Optimizer) -> dict[int, int]:
     """The number of every parameter in torch's state dict, keyed by the parameter's ``id``."""
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     return {id(parameter): place for place, parameter in enumerate(parameters)}
+
+
+def packed_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The groups as in torch's state dict, with numbers for parameters, whatever hooks of the user's make of that."""
+    numbers = numbers_in_groups(optimizer)
+    return [
+        {**group, "params": [numbers[id(parameter)] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
+@contextmanager
+def without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Leave out hooks of the user's on a load: what is loaded is no content of ``state_dict()``, which these know."""
+    names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    hooks = {name: vars(optimizer).get(name) for name in names}
+    vars(optimizer).update({name: OrderedDict() for name in names})
+    try:
+        yield
+    finally:
+        vars(optimizer).update(hooks)
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.layouts import layout_of, local
@@ -22,6 +21,7 @@ from optim_dist._optimizers.states import (
     as_numbers,
     in_memory_order,
     numbers_in_groups,
+    packed_groups,
     stamped,
 )
 from optim_dist._reduction.collectives import Communicator
@@ -39,7 +39,7 @@ def full_state_dict(optimizer: LiveOptimizer, to_chunk: int = 0) -> dict[str, An
     described = communicator.gather_json(plain)
     numbers = numbers_in_groups(optimizer)
     # groups are copied with their tensors: schedulers change an lr in place
-    groups = copy.deepcopy(Optimizer.state_dict(optimizer)["param_groups"])
+    groups = copy.deepcopy(packed_groups(optimizer))
     states: dict[int, dict[str, Tensor | None]] = {}
     for index, (spec, entry) in enumerate(zip(plan.parameters, optimizer.entries)):
         if spec.sharding:
