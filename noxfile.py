@@ -56,9 +56,9 @@ def _local_torch() -> str | None:
     return None
 
 
-def _install(session: nox.Session, *what: str, pin_torch: bool = True) -> None:
+def _install(session: nox.Session, *what: str) -> None:
     """Install, holding torch at the local CPU build where there is one."""
-    if (version := _local_torch() if pin_torch else None) is not None:
+    if (version := _local_torch()) is not None:
         constraint = Path(session.create_tmp()) / "constraints.txt"
         constraint.write_text(f"torch=={version}\n")
         what = (*what, "--constraint", str(constraint))

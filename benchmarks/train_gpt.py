@@ -28,7 +28,7 @@ import torch.distributed as dist
 # Run as a script, Python's path starts at this folder; the modules are named from the one above.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.arguments import RequestError
+from benchmarks.arguments import RequestError, count
 from benchmarks.gpt.arms import SWEEP, TUNED, newest_checkpoint
 from benchmarks.gpt.data import Corpus, load_corpus
 from benchmarks.gpt.display import Display
@@ -193,11 +193,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", choices=list(TITLES), default=list(TITLES), help="what to train")
     parser.add_argument("--lr", type=float, help="learning rate of the arms (default: the tuned one of each)")
     parser.add_argument("--sweep", action="store_true", help="train every arm at half, once and twice its rate")
-    parser.add_argument("--steps", type=int, default=300, help="default: %(default)s")
+    parser.add_argument("--steps", type=count, default=300, help="default: %(default)s")
     parser.add_argument(
-        "--batch-size", type=int, default=16, help="sequences a step, over all ranks (default: %(default)s)"
+        "--batch-size", type=count, default=16, help="sequences a step, over all ranks (default: %(default)s)"
     )
-    parser.add_argument("--context", type=int, default=128, help="bytes a sequence (default: %(default)s)")
+    parser.add_argument("--context", type=count, default=128, help="bytes a sequence (default: %(default)s)")
     parser.add_argument(
         "--max-norm", type=float, default=1.0, help="of all gradients; clipped to it (default: %(default)s)"
     )
@@ -209,17 +209,15 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         help="folder of results and checkpoints (default: %(default)s)",
     )
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
-    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints (default: %(default)s)")
-    parser.add_argument("--stop-at", type=int, help="stop after this step, leaving a checkpoint to --resume from")
-    parser.add_argument("--eval-batches", type=int, default=8, help="of a validation (default: %(default)s)")
+    parser.add_argument(
+        "--save-every", type=count, default=100, help="steps between checkpoints (default: %(default)s)"
+    )
+    parser.add_argument("--stop-at", type=count, help="stop after this step, leaving a checkpoint to --resume from")
+    parser.add_argument("--eval-batches", type=count, default=8, help="of a validation (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the activations")
     options = parser.parse_args(arguments)
-    for name in ("steps", "batch_size", "context", "save_every", "eval_batches", "stop_at"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     for name in ("lr", "max_norm"):
         value = getattr(options, name)
         if value is not None and not value > 0:

@@ -330,10 +330,8 @@ def main() -> None:
     for name in arguments.only:
         for row in ROWS[name](arguments.device):
             report.add(**row)
-    report.show()
+    report.publish(arguments.json)
     print("load average: {:.1f}, {:.1f}, {:.1f}".format(*os.getloadavg()))
-    if arguments.json:
-        report.save_json(arguments.json)
 
 
 if __name__ == "__main__":

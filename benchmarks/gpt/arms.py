@@ -6,7 +6,6 @@ which is the best of the three. Both see the same batches, schedule, initial wei
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,6 +38,7 @@ TUNED = {
 SWEEP = (0.5, 1.0, 2.0)
 BETAS = (0.9, 0.95)
 EPS = 1e-10
+KEPT = 2  # newest checkpoints of an arm
 
 
 class Arm(Protocol):
@@ -67,8 +67,7 @@ class MuonArm:
         return cls(model, TritonDistMuonAdamW(groups, model=model, accumulation_steps=1))
 
     def save(self, folder: Path, step: int, extra: dict[str, Any]) -> None:
-        checkpoint.save(folder / f"step-{step:06d}", self.model, self.optimizer, extra=extra)
-        _keep_newest(folder)
+        checkpoint.save(folder / f"step-{step:06d}", self.model, self.optimizer, extra=extra, keep=KEPT)
 
     def load(self, path: Path) -> dict[str, Any]:
         return checkpoint.load(path, self.model, self.optimizer)
@@ -88,14 +87,15 @@ class AdamWArm:
         return cls(DistributedDataParallel(model) if dist.is_initialized() else model, optimizer)
 
     def save(self, folder: Path, step: int, extra: dict[str, Any]) -> None:
-        if _rank() != 0:
+        if dist.is_initialized() and dist.get_rank() != 0:
             return
         content = {"model": self._bare.state_dict(), "optimizer": self.optimizer.state_dict(), "extra": extra}
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = folder / "unfinished"
         torch.save(content, unfinished)
         unfinished.rename(folder / f"step-{step:06d}")
-        _keep_newest(folder)
+        for path in sorted(folder.glob("step-*"))[:-KEPT]:
+            path.unlink()
 
     def load(self, path: Path) -> dict[str, Any]:
         try:
@@ -123,15 +123,3 @@ def build_arm(name: str, model: nn.Module, lr: float, *, beside_muon: float) -> 
 def newest_checkpoint(name: str, folder: Path) -> Path | None:
     """What the arm called ``name`` can go on from in ``folder``."""
     return checkpoint.latest(folder) if name == "muon" else max(folder.glob("step-*"), default=None)
-
-
-def _keep_newest(folder: Path, count: int = 2) -> None:
-    """Remove all but the newest checkpoints of an arm."""
-    if _rank() != 0:
-        return
-    for path in sorted(folder.glob("step-*"))[:-count]:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

@@ -216,8 +216,8 @@ def test_batches_depend_on_the_step_alone(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--data", "no-such-file"], "no-such-file does not exist"),
-        (["--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--stop-at", "0"], "--stop-at must be at least 1, got 0"),
+        (["--steps", "0"], "--steps: expected a whole number from 1 on, got '0'"),
+        (["--stop-at", "0"], "--stop-at: expected a whole number from 1 on, got '0'"),
         (["--lr", "nan"], "--lr must be positive, got nan"),
         (["--max-norm", "-1"], "--max-norm must be positive, got -1"),
         (["--seed", "-1"], "--seed must be between 0 and 4294967295, got -1"),
