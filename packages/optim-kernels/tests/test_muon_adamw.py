@@ -508,6 +508,9 @@ def test_capture_without_capturable_is_refused_before_the_closure_runs(
 ) -> None:
     """As in torch: what the closure launches would be left in a graph of half a step."""
     optimizer = make([nn.Parameter(torch.ones(4, 4))])
+    # that one group is capturable does not help the other
+    capturable = {"params": [nn.Parameter(torch.ones(4, 4))], "capturable": True}
+    optimizer.param_groups.append({**optimizer.param_groups[0], **capturable})
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     calls: list[None] = []

@@ -14,6 +14,7 @@ import pytest
 import torch
 from random_tensors import DEVICE, random
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from optim_kernels import NSConfig, TritonMuon
 from optim_kernels._optimizers.muon_entries import MuonEntry, init_state
@@ -25,11 +26,11 @@ pytest.importorskip("triton")
 from optim_kernels._newton_schulz import chain as hopper_chain
 from optim_kernels._newton_schulz import tile_choice, triton_products
 from optim_kernels._newton_schulz.iterations import iterate
-from optim_kernels._newton_schulz.tiles import Tile, general_tile, symmetric_tile
+from optim_kernels._newton_schulz.tiles import FULL_PRECISION, Tile, general_tile, symmetric_tile
 from optim_kernels.functional import _muon_batch_plan
 from optim_kernels.functional import _muon_tables as tables_of_a_plan
 from optim_kernels.functional._muon_batch_plan import MuonBatchPlan
-from optim_kernels.functional._muon_tables import families_of
+from optim_kernels.functional._muon_tables import LAST_TILE, SMALL_LAST_TILE, Batch, families_of
 
 SMS = 132
 
@@ -116,6 +117,44 @@ def test_chains_have_those_alone_that_take_one_however_few_they_are(
         alone = placed([shape], "shape")
         assert alone[0] == {each: how for each, how in last_tiles.items() if each == shape}
         assert alone[1] == chained & {shape}
+
+
+@pytest.mark.parametrize(
+    ("shape", "chosen_for", "is_hoppers", "is_large"),
+    [
+        ((768, 768), 7, False, False),  # others of lone programs, which cannot update
+        ((768, 768), 8, True, True),
+        ((4096, 4096), 1, True, True),  # cooperative
+        ((64, 64), 120, False, False),
+        ((64, 64), 265, False, True),
+        ((64, 64), 264, False, False),
+    ],
+    ids=str,
+)
+def test_tiles_of_last_products_are_chosen_as_those_of_others(
+    h200: None,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, int],
+    chosen_for: int,
+    is_hoppers: bool,
+    is_large: bool,
+) -> None:
+    """By how many matrices they are chosen for, however many there are."""
+
+    def batch_of(dtype: torch.dtype = torch.float16) -> Batch:
+        with FakeTensorMode():
+            x = torch.empty(2, *shape, dtype=dtype, device="cuda")
+        last_tile = tables_of_a_plan._last_tile(x, chosen_for)
+        return Batch(0, (2, *shape), x, x, last_tile, chosen_for)
+
+    assert batch_of().takes_ping_pong is is_hoppers
+    assert batch_of().last_tile == (LAST_TILE if is_large else SMALL_LAST_TILE)
+    assert not batch_of(torch.float32).takes_ping_pong
+    assert batch_of(torch.float32).last_tile == FULL_PRECISION
+    monkeypatch.setattr(tile_choice, "has_gluon", lambda _: False)
+    monkeypatch.setattr(tile_choice, "shared_bytes", lambda _: 64 << 10)
+    assert not batch_of().takes_ping_pong
+    assert batch_of().last_tile.num_stages < LAST_TILE.num_stages
 
 
 def entries_of(

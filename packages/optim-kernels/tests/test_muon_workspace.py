@@ -329,7 +329,7 @@ def test_wrong_limits_are_refused(given: Any, error: type[Exception], match: str
     with pytest.raises(error, match=match):
         TritonMuon(parameters((8, 8)), ns_workspace_mb=given)
     with pytest.raises(error, match=match):
-        TritonMuonAdamW([{"params": parameters((8, 8)), "kind": "muon"}], ns_workspace_mb=given)
+        TritonMuonAdamW([{"params": parameters((8, 8)), "kind": "adamw"}], ns_workspace_mb=given)
 
 
 def test_infinity_is_no_limit() -> None:
