@@ -772,9 +772,37 @@ def test_plans_of_former_options_go() -> None:
     for count in (5, 4, 3):
         optimizer.param_groups[0]["ns_steps"] = count
         steps(optimizer)
+    other = muon([parameter(8, 12)], "triton", ns_steps=2)
+    steps(other)
+    optimizer.load_state_dict(other.state_dict())
+    steps(optimizer)
     (plan,) = optimizer.plans()
     assert len(optimizer._planner._plans) == 1
     assert f"\n{plan.launches} launches a step" in optimizer.explain()
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [lambda groups: groups[0]["params"].pop(), lambda groups: groups.pop(), lambda groups: groups.clear()],
+    ids=["group", "optimizer", "nothing"],
+)
+def test_parameters_that_left_are_not_kept(leave: Any) -> None:
+    """Nor is the memory of their plan, although no other takes its place: they were the only ones of their dtype."""
+    optimizer = muon([parameter(8, 12), parameter(8, 12, dtype=torch.bfloat16)], "triton")
+    optimizer.add_param_group({"params": [parameter(8, 12, dtype=torch.float16)]})
+    steps(optimizer)
+    before = {p for group in optimizer.param_groups for p in group["params"]}
+    leave(optimizer.param_groups)
+    after = {p for group in optimizer.param_groups for p in group["params"]}
+    for p in before - after:
+        del optimizer.state[p]
+    gone = list(map(weakref.ref, before - after))
+    del p, before
+    steps(optimizer)
+    gc.collect()
+    assert len(gone) in (1, 3)
+    assert not any(param() is not None for param in gone)
+    assert len(optimizer._planner._plans) == len(after)
 
 
 def test_plans_that_graphs_read_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,8 @@ class MuonOptimizer(PrivateState, Optimizer):
 
     _own_options = ("momentum_dtype", "master_weights", "impl")
     _ns_workspace_mb: float | None = None
+    # The parameters of all groups when they were last sorted into launches.
+    _sorted: Set[Tensor] = frozenset()
     # Reasons for plain torch that were logged already.
     _logged_fallbacks: frozenset[str] = frozenset()
 
@@ -74,6 +76,10 @@ class MuonOptimizer(PrivateState, Optimizer):
             self._writes.follow(followed, followed, [self._own_state[p]["master"] for p in followed])
         if not self._planner.repeat(groups, self._state_to_check(), **scaling):
             names = self._parameter_names()
+            # plans hold their parameters, which may have left the groups
+            if not self._sorted <= names.keys():
+                self._planner.forget()
+            self._sorted = names.keys()
             indices = dict(zip(names, count()))
             entries = [(group, entries_of(group, self._own_state, names, indices)) for group in groups]
             self._planner.step(entries, state=self._own_state, **scaling)
