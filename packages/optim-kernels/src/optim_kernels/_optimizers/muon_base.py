@@ -46,7 +46,6 @@ class MuonOptimizer(PrivateState, Optimizer):
         for i, p in enumerate(group["params"]):
             check_param(p, group, names[p])
             view_of(p, group, i, names[p])
-        self._planner.forget()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -58,8 +57,7 @@ class MuonOptimizer(PrivateState, Optimizer):
                 self._check_muon_group(group, loaded=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {key: value for key, value in super().__getstate__().items() if key != "_planner"}
-        return {**kept, "_ns_workspace_mb": self._ns_workspace_mb}
+        return {**super().__getstate__(), "_ns_workspace_mb": self._ns_workspace_mb}
 
     def plans(self) -> list[MuonBatchPlan]:
         """The grouped launches that the latest steps used; empty where plain torch does all."""
