@@ -69,6 +69,25 @@ def test_rules_that_do_not_fit(shape, options, message):
         route_one(shape, Rule("layer.weight", **options))
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "options", "proposed"),
+    [
+        ("a.weight", (2, 6, 4), {"batched": True, "split": 5}, ["split=1, batched=True"]),
+        ("a.qkv", (4, 6), {"transposed": True}, [f"split={s}, transposed=True" for s in ((4, 1, 1), 3, 1)]),
+        ("a.weight", (2, 6, 4), {"split": 2}, [f"to='muon', split=2, batched={b}" for b in (True, False)]),
+        ("a.weight", (6, 4), {"num_heads": 4, "options": {"lr": 0.1}}, ["split=1, options={'lr': 0.1}"]),
+    ],
+    ids=["stack", "transposed", "whole-or-stack", "options"],
+)
+def test_rules_to_paste_keep_what_the_rule_in_their_place_says(name, shape, options, proposed):
+    with pytest.raises(UnroutedParameterError) as error:
+        route_one(shape, Rule("*", **options), name=name)
+    lines = [line.strip() for line in str(error.value).splitlines() if "Rule(" in line]
+    pasted = [eval(line) for line in lines if "to='adamw'" not in line]
+    assert pasted == [eval(f"Rule({name!r}, {arguments})") for arguments in proposed]
+    assert [route_one(shape, rule, name=name).kind for rule in pasted] == ["muon"] * len(pasted)
+
+
 def test_muon_is_given_no_numbers_that_it_does_not_take():
     param = nn.Parameter(torch.zeros(2, 3, dtype=torch.complex64))
     with pytest.raises(UnroutedParameterError, match=r"Muon takes real .* matrices, got torch\.complex64"):

@@ -226,12 +226,12 @@ def route_parameters(
         try:
             decision = decide(leaf, rule)
         except Refusal as refusal:
-            refusals.append((leaf, refusal))
+            refusals.append((leaf, rule, refusal))
             decision = Decision("adamw", "matrix", f"UNKNOWN, by on_unknown: {refusal.reason}")
         routes.append(Route(leaf.names, leaf.param, decision.kind, decision.role, decision.reason, decision.view, rule))
     if on_unknown == "adamw":
         # an uninitialised parameter has no shape, so it can have no row in the table
-        refusals = [(leaf, refusal) for leaf, refusal in refusals if is_lazy(leaf.param)]
+        refusals = [refused for refused in refusals if is_lazy(refused[0].param)]
     if refusals:
         raise _unrouted(refusals)
     return RouteTable(routes)
@@ -312,16 +312,28 @@ def _check_rules_match(rules: Sequence[Rule], matched: Sequence[Rule | None], le
         raise ValueError(f"{rule} matches none of the {len(leaves)} parameters; names like it: {', '.join(similar)}")
 
 
-def _unrouted(refusals: Sequence[tuple[Leaf, Refusal]]) -> UnroutedParameterError:
+def _unrouted(refusals: Sequence[tuple[Leaf, Rule | None, Refusal]]) -> UnroutedParameterError:
     lines = [
         f"{len(refusals)} parameter(s) could not be routed; nothing was guessed. "
         'Pass a rule for each, or on_unknown="adamw" for all:'
     ]
-    for leaf, refusal in refusals:
+    for leaf, rule, refusal in refusals:
         name = leaf.names[0]
         lines.append(f"  {name}  {_shape(leaf.param)}  {leaf.param.dtype}: {refusal.reason}")
-        lines += [f"      Rule({name!r}, {suggestion})" for suggestion in refusal.suggestions]
-    return UnroutedParameterError("\n".join(lines), {leaf.names[0]: refusal.reason for leaf, refusal in refusals})
+        lines += [f"      Rule({name!r}, {_with_what_is_kept(suggestion, rule)})" for suggestion in refusal.suggestions]
+    return UnroutedParameterError("\n".join(lines), {leaf.names[0]: refusal.reason for leaf, _, refusal in refusals})
+
+
+def _with_what_is_kept(suggestion: str, rule: Rule | None) -> str:
+    """The suggested arguments of a rule for Muon, with those of ``rule``, in whose place it comes, that still fit."""
+    if rule is None or suggestion in ("to='adamw'", "to='frozen'"):
+        return suggestion
+    kept = ["batched", "transposed", "options"]
+    if "batched=" in suggestion:
+        # nothing said what the matrices are, so nothing is known against what cuts them
+        kept += ["split", "split_dim", "num_heads"]
+    arguments = {name: getattr(rule, name) for name in kept if f"{name}=" not in suggestion}
+    return ", ".join([suggestion, *(f"{name}={value!r}" for name, value in arguments.items() if value is not None)])
 
 
 def _shape(param: Tensor) -> str:
