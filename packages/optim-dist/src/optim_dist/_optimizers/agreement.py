@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,17 @@ def raise_if_refused(refused: Exception | None, what: str, communicator: Communi
     """Raise ``refused`` or, if it is None, an error for what other ranks refuse. Collective."""
     problems = communicator.gather_json(None if refused is None else f"{type(refused).__name__}: {refused}")
     raise_refusals(refused, what, dict(zip(communicator.ranks, problems)))
+
+
+@contextmanager
+def refused_together(what: str, communicator: Communicator) -> Iterator[None]:
+    """``raise_if_refused`` for what is raised inside. Collective."""
+    refused: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        refused = error
+    raise_if_refused(refused, what, communicator)
 
 
 def raise_refusals(refused: Exception | None, what: str, problems: Mapping[int, Any]) -> None:

@@ -184,9 +184,7 @@ class PlannedOptimizer(LiveOptimizer):
         """The arguments of ``_replace``, for parameters that need a gradient now; a refusal changes nothing."""
         self.check_open()
         self._communicator.check_ranks()
-        refused: Exception | None = None
-        found: list[Entry] = []
-        try:
+        with agreement.refused_together("the plan was not rebuilt", self._communicator):
             step_checks.check_listed(self.param_groups, self._listed)
             self._planned_views.check(self.param_groups, self._views)
             for group in self.param_groups:
@@ -196,9 +194,6 @@ class PlannedOptimizer(LiveOptimizer):
                 construction.names_of(self.param_groups, self._options.model), self.param_groups
             )
             found = construction.in_forward_order(self._find_entries(), order)
-        except Exception as error:
-            refused = error
-        agreement.raise_if_refused(refused, "the plan was not rebuilt", self._communicator)
         # also makes all ranks give up a batch that one has given up
         if not self.agree_between_steps():
             # streamed gradients, which leave no .grad for the check above
@@ -228,45 +223,32 @@ class PlannedOptimizer(LiveOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; over several ranks a collective: every rank adds the same group at the same time."""
         self.check_open()
-        is_built = hasattr(self, "plan")  # else the constructor adds this group
+        if not hasattr(self, "plan"):  # the constructor adds groups one by one, and plans them together
+            self._append_group(param_group)
+            return
         # ranks agree first, as they may differ in what is reduced already
-        if (
-            is_built
-            and any(self._communicator.gather_json(self._bucketed.has_launched))
-            and not self.agree_between_steps()
-        ):
+        if any(self._communicator.gather_json(self._bucketed.has_launched)) and not self.agree_between_steps():
             raise RuntimeError(
                 "add_param_group between backward and step(): gradients are already being reduced; "
                 "add the group after step(), or call zero_grad() first"
             )
         before = len(self.param_groups)
         try:
-            found = self._with_group(param_group, is_built)
-            if is_built:
-                self._extend(found)
+            with agreement.refused_together("the group was not added", self._communicator):
+                self._append_group(param_group)
+                found = self._find_entries(first_group=before)
+            self._extend(found)
         except BaseException:
             del self.param_groups[before:]
             raise
 
-    def _with_group(self, param_group: dict[str, Any], is_built: bool) -> list[Entry]:
-        """Check and append a group; once built, other ranks would wait, so a refusal is an error on all of them."""
-        refused: Exception | None = None
-        found: list[Entry] = []
-        try:
-            if not isinstance(param_group, dict):
-                raise TypeError(f"a group must be a dict with 'params', got a {type(param_group).__name__}")
-            super().add_param_group(self._completed(construction.without_duplicates([param_group])[0]))
-            self._check_group(self.param_groups[-1])
-            self._views(self.param_groups[-1])
-            if is_built:
-                found = self._find_entries(first_group=len(self.param_groups) - 1)
-        except Exception as error:
-            refused = error
-        if is_built:
-            agreement.raise_if_refused(refused, "the group was not added", self._communicator)
-        if refused is not None:
-            raise refused
-        return found
+    def _append_group(self, group: dict[str, Any]) -> None:
+        """Check and append a group, which is in no plan yet."""
+        if not isinstance(group, dict):
+            raise TypeError(f"a group must be a dict with 'params', got a {type(group).__name__}")
+        super().add_param_group(self._completed(construction.without_duplicates([group])[0]))
+        self._check_group(self.param_groups[-1])
+        self._views(self.param_groups[-1])
 
     @out_of_inference_mode
     def close(self) -> None:
