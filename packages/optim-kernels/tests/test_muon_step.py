@@ -186,14 +186,15 @@ def test_nan_and_zero_stay_in_their_matrix() -> None:
     assert torch.equal(params[3], alone)
 
 
-@pytest.mark.parametrize("eps", [1e-22, 1e-30, 1e-40], ids=str)
-def test_a_matrix_without_a_gradient_only_decays_whatever_eps(eps: float) -> None:
+@pytest.mark.parametrize("row_equilibrate", [False, True])
+@pytest.mark.parametrize("eps", [1e-22, 1e-30, 1e-40, 0.0], ids=str)
+def test_a_matrix_without_a_gradient_only_decays_whatever_eps(eps: float, row_equilibrate: bool) -> None:
     """1/N = 1/eps is larger than fp32 may be, or its square is, and zero times that would be NaN."""
     params = parameters((16, 24), (8, 8))
     give_gradients(*params, seed=0)
     params[0].grad.zero_()
     before = params[0].detach().clone()
-    TritonMuon(params, lr=0.1, weight_decay=0.5, eps=eps, **EXACT).step()
+    TritonMuon(params, lr=0.1, weight_decay=0.5, eps=eps, row_equilibrate=row_equilibrate, **EXACT).step()
     torch.testing.assert_close(params[0].detach(), 0.95 * before)
     assert params[1].isfinite().all()
 
