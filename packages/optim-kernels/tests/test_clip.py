@@ -26,7 +26,8 @@ from optim_kernels import (
     reference,
     sum_of_squares,
 )
-from optim_kernels._gradient_norm import MOST_LISTS, GradientNorms
+from optim_kernels._gradient_norm import MOST_KINDS, MOST_LISTS, GradientNorms
+from optim_kernels._norm_launches import MOST_CAPTURED, NormLaunches
 from optim_kernels._triton import Launch
 
 ONE = torch.tensor(1.0)
@@ -278,6 +279,22 @@ def test_of_many_lists_some_are_remembered(any_stream: bool) -> None:
     for tensor in tensors:
         torch.testing.assert_close(norms.norm([tensor], 2.0), tensor.norm())
     assert len(norms._wholes) <= MOST_LISTS
+
+
+@pytest.mark.parametrize("any_stream", [False, True])
+def test_of_lists_of_many_lengths_some_are_remembered(any_stream: bool) -> None:
+    """As many as there are experts, say, of which each step chooses some."""
+    norms, tensors = GradientNorms("triton", any_stream=any_stream), list(torch.randn(MOST_KINDS + 8, 3, device=DEVICE))
+    for count in (*range(1, len(tensors) + 1), 1):
+        torch.testing.assert_close(norms.norm(tensors[:count], 2.0), torch.cat(tensors[:count]).norm())
+    assert len(norms._parts) == MOST_KINDS
+
+
+def test_captured_calls_have_counters_of_their_own() -> None:
+    launches, grad = NormLaunches(torch.device(DEVICE), torch.float32), torch.ones(10, device=DEVICE)
+    launches.refresh([grad.data_ptr()], [10])
+    copies = [launches.for_graph() for _ in range(MOST_CAPTURED + 2)]
+    assert len({each._counter.data_ptr() for each in (launches, *copies)}) == len(copies) + 1
 
 
 @pytest.mark.parametrize("when", [1, 2], ids=["norm", "scaling"])

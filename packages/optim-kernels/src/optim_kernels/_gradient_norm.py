@@ -16,8 +16,9 @@ from optim_kernels._impl import Impl, use_triton
 from optim_kernels._norm_launches import NormLaunches
 from optim_kernels.multi_tensor import KnownKinds, TensorList, is_capturing, is_cuda, is_dense
 
-# How many lists of one length a ``GradientNorms`` with ``any_stream`` remembers, keyed by their first address.
-MOST_LISTS = 32
+# How many lists of one length a ``GradientNorms`` with ``any_stream`` remembers, keyed by their first address; and of
+# how many lengths, dtypes, devices and streams any remembers some.
+MOST_LISTS, MOST_KINDS = 32, 32
 # The orders of norms that kernels compute.
 _KERNEL_NORMS = (1.0, 2.0, math.inf)
 
@@ -205,8 +206,11 @@ class GradientNorms:
                 if other[:-1] == kind[:-1] and addresses[0] in parts and parts[addresses[0]].knows(addresses, numels):
                     return parts[addresses[0]].for_graph()
             return NormLaunches(device, dtype)
-        if kind not in self._parts and is_capturing(device):
-            return NormLaunches(device, dtype)
+        if kind not in self._parts:
+            if is_capturing(device):
+                return NormLaunches(device, dtype)
+            if len(self._parts) >= MOST_KINDS:
+                self._parts.pop(next(iter(self._parts)), None)
         parts = self._parts.setdefault(kind, {})
         part = parts.get(addresses[0])
         if part is None:

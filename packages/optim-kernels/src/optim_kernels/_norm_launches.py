@@ -30,9 +30,9 @@ class NormLaunches:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self._dtype = device, dtype
         self._rows = DeviceTable(device)
-        # one counter for eager calls, and one for each captured call
-        self._counters = list(torch.zeros(1 + MOST_CAPTURED, dtype=torch.int32, device=device).unbind())
-        self._counter = self._counters.pop()
+        # one counter for eager calls, and one for each captured call, which is cut off when it is needed
+        counters = torch.zeros(1 + MOST_CAPTURED, dtype=torch.int32, device=device)
+        self._counter, self._counters = counters[0], map(counters.__getitem__, range(1, 1 + MOST_CAPTURED))
         self._total = torch.zeros((), dtype=torch.float64, device=device)
         # the last norm's clip factor
         self.factor = torch.zeros((), dtype=torch.float32, device=device)
@@ -51,7 +51,8 @@ class NormLaunches:
     def for_graph(self) -> NormLaunches:
         """A copy for a captured call, which may be replayed beside others: the same tables, its own scratch."""
         own = copy.copy(self)
-        own._counter = self._counters.pop() if self._counters else torch.zeros_like(self._counter)
+        counter = next(self._counters, None)
+        own._counter = torch.zeros_like(self._counter) if counter is None else counter
         own._total, own._partials = torch.empty_like(self._total), torch.empty_like(self._partials)
         own.factor = torch.empty_like(self.factor)
         own._forget_launched()
