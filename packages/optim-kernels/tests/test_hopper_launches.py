@@ -33,6 +33,10 @@ def launch(self, device, arguments):
     given = dict(zip(names, [*arguments, *self._constants], strict=True))
     ahead = given.get("AHEAD", False)
     launched.append((name, ahead))
+    # as the kernel is written for
+    if name == "lone":
+        assert self._options.get("launch_pdl", False) == given["OVERLAP"]
+        assert self._options.get("maxnreg") == (128 if given["TALL"] == 1 else None)
     if ahead:
         assert before.late and before.written.isdisjoint(each.data_ptr() for each in given["a_desc"].base)
     {"squares": squares, "divisors": divisors, "lone": lone, "general": general}[name](**given)
