@@ -35,32 +35,101 @@ from optim_dist.reducers import Reducer
 refused_passes: Counter[tuple[int, ...]] = Counter()
 
 
-class BackwardReduction:
-    """Counts arriving gradients, and launches the reductions of buckets in the same order on all ranks."""
+class Reduction:
+    """The reductions of one optimizer's buckets in a step: what is the same whether gradients are kept or streamed."""
 
     reducer: Reducer  # for all buckets; ``extend`` sets it
+
+    def __init__(self, passes_per_step: int, ranks: Sequence[int], *, knows_last_pass: bool, by_copies: bool) -> None:
+        self.passes_per_step = passes_per_step
+        # whether the loop has said which pass is the last of a step, whose gradients are collected as they arrive
+        self.knows_last_pass = knows_last_pass
+        self._by_copies = by_copies  # which are launched only in the step
+        self.num_given_up = 0  # steps given up since construction
+        self.counts: Tensor | None = None  # what ranks agreed on, see ``BucketedParameters.counts``
+        self._num_launched = 0  # in this step
+        self._ranks = tuple(ranks)
+        self._refused_before = refused_passes[self._ranks]  # the count when this step began
+        self._streams = WrittenStreams()  # in which gradients, or sums of them, were written
+        self._handles: list[Any] = []
+
+    @property
+    def launches_under_backward(self) -> bool:
+        """Whether reductions are launched during backward."""
+        return self.knows_last_pass and not self._by_copies
+
+    @property
+    def has_launched(self) -> bool:
+        """Whether a reduction of this step has been launched."""
+        return self._num_launched > 0
+
+    @property
+    def any_rank_may_have_launched(self) -> bool:
+        """Whether some rank may have launched a reduction, even if this one has not."""
+        if self.has_launched or not self.launches_under_backward or not self._handles:
+            return self.has_launched
+        return refused_passes[self._ranks] != self._refused_before or self._has_counted
+
+    @property
+    def _has_counted(self) -> bool:
+        """Whether a gradient has arrived, since the last step, that a reduction waits for."""
+        raise NotImplementedError
+
+    def drop(self, is_agreed: bool = False) -> None:
+        """Give up this step's reductions, once every rank has issued all of them, and begin a new step.
+
+        Args:
+            is_agreed: all ranks call this, so that this one takes part even if it knows of no reduction.
+        """
+        if is_agreed or self.any_rank_may_have_launched:
+            self.num_given_up += 1
+            self._finish_unused()
+        self.restart()
+
+    def _finish_unused(self) -> None:
+        """Launch what is left of this step, and wait for all of it; nobody needs the sums."""
+        raise NotImplementedError
+
+    def abandon(self) -> bool:
+        """Begin a new step without waiting for this one's reductions; returns whether there were any.
+
+        They may never end, as other ranks may launch none. The memory they write to stays, and is not used again.
+        """
+        had_launched = self.has_launched
+        self.restart()
+        return had_launched
+
+    def restart(self) -> None:
+        """Forget what was launched and what has arrived: the next gradients belong to a new step."""
+        self.counts, self._num_launched = None, 0
+        self._refused_before = refused_passes[self._ranks]
+
+    def close(self) -> None:
+        """Remove the hooks, on all ranks."""
+        self.remove_hooks()
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks: later gradients are ignored."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class BackwardReduction(Reduction):
+    """Counts arriving gradients, and launches the reductions of buckets in the same order on all ranks."""
 
     def __init__(
         self, accumulation_steps: int | None, overlap: bool, ranks: Sequence[int], *, by_copies: bool = False
     ) -> None:
+        knows_last_pass = overlap and accumulation_steps is not None
+        super().__init__(accumulation_steps or 1, ranks, knows_last_pass=knows_last_pass, by_copies=by_copies)
         self.buckets: list[Bucket] = []
         self.overlap = overlap
-        self.passes_per_step = accumulation_steps or 1
-        # whether the loop has said which pass is the last of a step, whose gradients go into buckets as they arrive
-        self.knows_last_pass = overlap and accumulation_steps is not None
-        self._by_copies = by_copies  # which are launched only in the step
         self.paused = False
-        self.num_given_up = 0  # steps given up since construction
-        self.counts: Tensor | None = None  # what ranks agreed on, see ``BucketedParameters.counts``
         self._order_in_step: Sequence[Bucket] = self.buckets  # launch order if none is launched under backward
         self._order: Sequence[Bucket] = self.buckets  # launch order of this step
-        self._next = 0  # place in that order of the next bucket to launch
-        self._ranks = tuple(ranks)
-        self._refused_before = refused_passes[self._ranks]  # the count when this step began
         # the member that got this step's latest gradient, and that gradient
         self._latest: tuple[ResidentMember, weakref.ref[Tensor]] | None = None
-        self._streams = WrittenStreams()  # in which gradients were written
-        self._handles: list[Any] = []
 
     def build(
         self,
@@ -94,11 +163,6 @@ class BackwardReduction:
         """Bytes of permanent memory for gradients."""
         return sum(bucket.gradients.nbytes for bucket in self.buckets)
 
-    @property
-    def launches_under_backward(self) -> bool:
-        """Whether reductions are launched during backward."""
-        return self.knows_last_pass and not self._by_copies
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate; from now on those outside reduce while they run."""
@@ -112,22 +176,13 @@ class BackwardReduction:
             self.paused = before
 
     @property
-    def has_launched(self) -> bool:
-        """Whether a reduction of this step has been launched."""
-        return self._next > 0
-
-    @property
     def has_gradients(self) -> bool:
         """Whether any gradient that has arrived since the last step still exists."""
         return any(m.arrived and m.parameter.grad is not None for bucket in self.buckets for m in bucket.members)
 
     @property
-    def any_rank_may_have_launched(self) -> bool:
-        """Whether some rank may have launched a reduction, even if this one has not."""
-        if self.has_launched or not self.launches_under_backward or not self._handles:
-            return self.has_launched
-        is_refused = refused_passes[self._ranks] != self._refused_before
-        return is_refused or any(bucket.missing < len(bucket.members) for bucket in self.buckets)
+    def _has_counted(self) -> bool:
+        return any(bucket.missing < len(bucket.members) for bucket in self.buckets)
 
     def launch_first(self) -> None:
         """Launch a bucket, if none is launched yet."""
@@ -136,7 +191,7 @@ class BackwardReduction:
 
     def launch_all(self) -> None:
         """Launch every bucket that is still waiting, full or not."""
-        while self._next < len(self._order):
+        while self._num_launched < len(self._order):
             self._launch()
 
     def finish(self, bucket: ParameterBucket) -> Tensor:
@@ -152,36 +207,21 @@ class BackwardReduction:
             else:
                 bucket.forget_full()
 
-    def drop(self, is_agreed: bool = False) -> None:
-        """Give up this step's reductions, once every rank has issued all of them, and begin a new step.
-
-        Args:
-            is_agreed: all ranks call this, so that this one takes part even if it knows of no reduction.
-        """
-        if is_agreed or self.any_rank_may_have_launched:
-            self.num_given_up += 1
-            for bucket in self._order[self._next :]:
-                self.reducer.launch(bucket)
-            for bucket in self.buckets:
-                self.reducer.finish(bucket)
-        self.restart()
+    def _finish_unused(self) -> None:
+        for bucket in self._order[self._num_launched :]:
+            self.reducer.launch(bucket)
+        for bucket in self.buckets:
+            self.reducer.finish(bucket)
 
     def abandon(self) -> bool:
-        """Begin a new step without waiting for this one's reductions; returns whether there were any.
-
-        They may never end, as other ranks may launch none. The memory they write to stays, and is not used again.
-        """
-        had_launched = self.has_launched
-        for bucket in self._order[: self._next]:
+        for bucket in self._order[: self._num_launched]:
             bucket.drop_gradients()
-        self.restart()
-        return had_launched
+        return super().abandon()
 
     def restart(self) -> None:
-        """Forget what was launched and what has arrived: the next gradients belong to a new step."""
-        self.counts = self._latest = None
+        super().restart()
+        self._latest = None
         self._streams.forget()
-        self._refused_before = refused_passes[self._ranks]
         self._begin_order()
         for bucket in self.buckets:
             bucket.launched = False
@@ -191,7 +231,7 @@ class BackwardReduction:
             bucket.missing = len(bucket.members)
 
     def _begin_order(self) -> None:
-        self._order, self._next = self.buckets if self.knows_last_pass else self._order_in_step, 0
+        self._order = self.buckets if self.knows_last_pass else self._order_in_step
 
     def clear(self) -> None:
         """Drop all buckets; others may be added."""
@@ -199,16 +239,6 @@ class BackwardReduction:
         self.buckets.clear()
         self._order_in_step = self.buckets
         self.restart()
-
-    def close(self) -> None:
-        """Remove the hooks, on all ranks."""
-        self.remove_hooks()
-
-    def remove_hooks(self) -> None:
-        """Remove the hooks: later gradients are ignored."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
     def _hook(self, bucket: Bucket, member: ResidentMember) -> Callable[[Tensor], None]:
         def gradient_arrived(_: Tensor) -> None:
@@ -239,7 +269,7 @@ class BackwardReduction:
                     bucket.note_full()
                 return
             while self._is_next_ready:
-                self._order[self._next].check_gradients()
+                self._order[self._num_launched].check_gradients()
                 self._launch()
 
         # compiled autograd would trace it
@@ -248,9 +278,9 @@ class BackwardReduction:
     @property
     def _is_next_ready(self) -> bool:
         """Whether the next bucket is full, and launching it under backward would not wait for other ranks."""
-        if self._next == len(self._order):
+        if self._num_launched == len(self._order):
             return False
-        bucket = self._order[self._next]
+        bucket = self._order[self._num_launched]
         return not bucket.missing and self.reducer.is_ready(bucket)
 
     def _follows_dropped_step(self, arriving: ResidentMember) -> bool:
@@ -273,15 +303,15 @@ class BackwardReduction:
         return all(m.parameter.grad is None for m in members if m is not arriving)
 
     def _launch(self) -> None:
-        bucket = self._order[self._next]
+        bucket = self._order[self._num_launched]
         if not bucket.is_as_noted:
             bucket.forget_full()
             self._collect(bucket)
         self.reducer.launch(bucket)
         bucket.note_reduced()
         bucket.launched = True
-        self._next += 1
-        if self._next == len(self._order):
+        self._num_launched += 1
+        if self._num_launched == len(self._order):
             self._streams.forget()
 
     def _collect(self, bucket: Bucket) -> None:

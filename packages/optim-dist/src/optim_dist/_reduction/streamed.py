@@ -20,7 +20,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +28,8 @@ from torch.autograd import Variable
 from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.rolling import NUM_BUFFERS, Buffer, StreamedBucket, build_streamed_bucket
 from optim_dist._reduction.storage import Contribution, Member, ParameterBucket, no_rank_had_gradients
-from optim_dist._reduction.written_streams import WrittenStreams, keep_until_read
-from optim_dist.overlap import refused_passes
+from optim_dist._reduction.written_streams import keep_until_read
+from optim_dist.overlap import Reduction, refused_passes
 from optim_dist.plan import BucketPlan, ParameterSpec
 from optim_dist.reducers import Reducer
 
@@ -38,12 +37,10 @@ from optim_dist.reducers import Reducer
 _live: weakref.WeakSet[StreamedReduction] = weakref.WeakSet()
 
 
-class StreamedReduction:
-    """Counts gradients in, launches reductions of full buckets from rolling buffers; see ``BackwardReduction``."""
+class StreamedReduction(Reduction):
+    """Counts gradients in, and launches reductions of full buckets from rolling buffers."""
 
-    reducer: Reducer  # for all buckets; set by ``extend``
     number = 0  # among the optimizers of this process, the same on all ranks; set by ``agree_on_others``
-    launches_under_backward = knows_last_pass = True
 
     def __init__(
         self,
@@ -52,21 +49,14 @@ class StreamedReduction:
         sums_dtype: Callable[[BucketPlan], torch.dtype],
         in_pairs: bool = False,
     ) -> None:
+        super().__init__(accumulation_steps, ranks, knows_last_pass=True, by_copies=False)
         self.buckets: list[StreamedBucket] = []
-        self.passes_per_step = accumulation_steps
-        self.num_given_up = 0  # steps, since construction
-        self.counts: Tensor | None = None  # what ranks agreed on, see ``BucketedParameters.counts``
         self._sums_dtype = sums_dtype
         self._num_paired = accumulation_steps if in_pairs else None
-        self._ranks = tuple(ranks)
-        self._refused_before = refused_passes[self._ranks]  # when this step began
-        self._round = self._next = 0
         self._num_passes = 0  # backward passes of this step in which a gradient has arrived
         self._task = -1  # autograd's number of the latest such pass
         self._free: list[Buffer] = []
         self._in_flight: deque[tuple[StreamedBucket, Contribution, Buffer]] = deque()
-        self._streams = WrittenStreams()  # that have written gradients, buffers or sums
-        self._handles: list[Any] = []
         self._others: set[int] = set()  # other optimizers' numbers; while there are any, backward does not wait
 
     def build(
@@ -125,21 +115,13 @@ class StreamedReduction:
         )
 
     @property
-    def has_launched(self) -> bool:
-        """Whether a reduction of this step has been launched."""
-        return self._round > 0 or self._next > 0
-
-    @property
     def has_gradients(self) -> bool:
         """Whether a gradient has arrived since the last step."""
         return any(member.arrived for bucket in self.buckets for member in bucket.members)
 
     @property
-    def any_rank_may_have_launched(self) -> bool:
-        """Whether some rank may have launched a reduction, even if this one has not."""
-        if self.has_launched or not self._handles:
-            return self.has_launched
-        return self._num_passes > 0 or refused_passes[self._ranks] != self._refused_before
+    def _has_counted(self) -> bool:
+        return self._num_passes > 0
 
     def were_gradients_dropped(self) -> bool:
         """False: reductions leave no ``.grad``, so that there is none says nothing."""
@@ -147,7 +129,7 @@ class StreamedReduction:
 
     def launch_all(self) -> None:
         """Launch all that is left of this step's rounds."""
-        while self.buckets and self._round < self.passes_per_step:
+        while self._lacks_some_of(self.passes_per_step):
             self._launch()
 
     def finish(self, bucket: ParameterBucket) -> Tensor:
@@ -168,35 +150,15 @@ class StreamedReduction:
             "step() reads them, and finds what has overflowed in the sums"
         )
 
-    def drop(self, is_agreed: bool = False) -> None:
-        """Give up this step's reductions, once every rank has issued all of them, and begin a new step.
-
-        Args:
-            is_agreed: all ranks do this, so one that knows of no reduction takes part, too.
-        """
-        if is_agreed or self.any_rank_may_have_launched:
-            self.num_given_up += 1
-            while self.buckets and self._round < self.passes_per_step:
-                self._launch(is_given_up=True)
-            while self._in_flight:
-                self._add_up()
-        self.restart()
-
-    def abandon(self) -> bool:
-        """Begin a new step without waiting for this step's reductions; return whether there were any.
-
-        They may never end, since other ranks may not launch them. The memory they write to stays, and is not used
-        again.
-        """
-        had_launched = self.has_launched
-        self.restart()
-        return had_launched
+    def _finish_unused(self) -> None:
+        while self._lacks_some_of(self.passes_per_step):
+            self._launch(is_given_up=True)
+        while self._in_flight:
+            self._add_up()
 
     def restart(self) -> None:
-        """Forget what was launched and what has arrived: the next gradients belong to a new step."""
-        self.counts, self._task = None, -1
-        self._round = self._next = self._num_passes = 0
-        self._refused_before = refused_passes[self._ranks]
+        super().restart()
+        self._num_passes, self._task = 0, -1
         for bucket in self.buckets:
             bucket.restart()
             for member in bucket.members:
@@ -210,17 +172,13 @@ class StreamedReduction:
         self.restart()
 
     def close(self) -> None:
-        """Remove the hooks, on all ranks, and take this optimizer out of what ``agree_on_others`` has found."""
-        self.remove_hooks()
+        super().close()  # also takes this optimizer out of what ``agree_on_others`` has found
         for other in _live:
             other._others.discard(self.number)
 
     def remove_hooks(self) -> None:
-        """Remove the hooks, so that gradients are left alone."""
+        super().remove_hooks()
         _live.discard(self)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
     def _hook(self, bucket: StreamedBucket, place: int, member: Member) -> Callable[[Tensor], None]:
         def gradient_arrived(_: Tensor) -> None:
@@ -228,7 +186,7 @@ class StreamedReduction:
             member.arrived = True
             bucket.count_in(place)
             self._streams.note(bucket.values)
-            while self._round < self.passes_per_step and not self.buckets[self._next].missing and self._may_launch:
+            while self._lacks_some_of(self.passes_per_step) and not self._following.missing and self._may_launch:
                 self._launch()
 
         # compiled autograd would trace it
@@ -257,17 +215,26 @@ class StreamedReduction:
 
     def _end_pass(self) -> None:
         """Launch the rest of the rounds that this rank has had passes for, with zeros for missing gradients."""
-        while self._round < self._num_passes and self._may_launch:
+        while self._lacks_some_of(self._num_passes) and self._may_launch:
             self._launch()
 
     @property
     def _may_launch(self) -> bool:
         """Whether the next reduction may be launched during backward."""
         may_wait = not self._others and self.reducer.starts_alone
-        return may_wait or (bool(self._free) and self.reducer.is_ready(self.buckets[self._next]))
+        return may_wait or (bool(self._free) and self.reducer.is_ready(self._following))
+
+    def _lacks_some_of(self, num_rounds: int) -> bool:
+        """Whether some of this step's first rounds are not launched yet."""
+        return self._num_launched < num_rounds * len(self.buckets)
+
+    @property
+    def _following(self) -> StreamedBucket:
+        """The bucket that is launched next."""
+        return self.buckets[self._num_launched % len(self.buckets)]
 
     def _launch(self, is_given_up: bool = False) -> None:
-        bucket = self.buckets[self._next]
+        bucket = self._following
         if not is_given_up:
             bucket.check_gradients()
         self._streams.follow(bucket.values)
@@ -282,12 +249,9 @@ class StreamedReduction:
         self.reducer.launch(contribution)
         bucket.is_averaged = contribution.is_averaged
         self._in_flight.append((bucket, contribution, buffer))
-        bucket.is_over = self._round == self.passes_per_step - 1
+        bucket.is_over = not self._lacks_some_of(self.passes_per_step - 1)
+        self._num_launched += 1
         bucket.begin_pass()
-        self._next += 1
-        if self._next == len(self.buckets):
-            self._next = 0
-            self._round += 1
 
     def _add_up(self) -> None:
         """Add the oldest reduction in flight to the sums of its bucket; its buffer is free again."""
