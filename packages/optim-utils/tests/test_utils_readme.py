@@ -1,5 +1,7 @@
 """The README's examples run, and the runner of examples can fail."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,15 @@ def test_a_failing_example_is_found_at_its_line(tmp_path):
     entry = error.traceback[-1]
     assert entry.lineno + 1 == 8
     assert str(entry.path) == str(document)
+
+
+def test_a_failing_example_is_found_under_python_o_too(tmp_path):
+    document = tmp_path / "doc.md"
+    document.write_text("```python\nassert 1 == 2, 'they differ'\n```\n")
+    code = f"from optim_utils.testing import run_readme\nrun_readme({str(document)!r})"
+    done = subprocess.run([sys.executable, "-O", "-c", code], stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "AssertionError: they differ" in done.stderr
 
 
 def test_namespaces_and_skipped_blocks(tmp_path):

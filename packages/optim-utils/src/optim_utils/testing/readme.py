@@ -52,8 +52,10 @@ def run_readme(path: str | os.PathLike[str], *, shared: bool = True) -> int:
             if not shared:
                 namespace.clear()
                 namespace["__name__"] = _NAME
-            # without the future statement of this module, which the reader's program does not have
-            exec(compile("\n" * lines_before + code, str(document), "exec", dont_inherit=True), namespace)
+            # without the future statement of this module, which the reader's program does not have; with assert
+            # statements even under `python -O`
+            program = compile("\n" * lines_before + code, str(document), "exec", dont_inherit=True, optimize=0)
+            exec(program, namespace)
             count += 1
     if count == 0:
         raise ValueError(f"{document} has no python block to run")
