@@ -116,13 +116,13 @@ class Report:
         lines = [self.title, f"$ {self.command}", f"{self.date}; {facts}", packages, self.note]
         return "\n".join(filter(None, lines))
 
-    def table(self, columns: Sequence[str] | None = None) -> str:
+    def table(self) -> str:
         """The rows as an aligned text table: numbers with four significant digits, to the right."""
-        columns = columns or list(dict.fromkeys(key for row in self.rows for key in row))
+        columns = list(dict.fromkeys(key for row in self.rows for key in row))
         cells = [[_text(row.get(column)) for column in columns] for row in self.rows]
         widths = [max(len(column), *(len(row[i]) for row in cells)) for i, column in enumerate(columns)]
         numeric = [any(isinstance(row.get(column), int | float) for row in self.rows) for column in columns]
-        lines = [list(columns), ["-" * width for width in widths], *cells]
+        lines = [columns, ["-" * width for width in widths], *cells]
         return "\n".join(
             "  ".join(
                 cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(line, widths, numeric)
