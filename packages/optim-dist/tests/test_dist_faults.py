@@ -128,7 +128,7 @@ def boom(*_, **__):
     raise Boom
 
 
-STAGES = ["_communicator.gather_message", "_bucketed._reducer.finish", "_apply", "_bucketed.finish_step", "_restart"]
+STAGES = ["communicator.gather_message", "_bucketed._reducer.finish", "_apply", "_bucketed.finish_step", "_restart"]
 
 
 def go_on_after_a_failed_step(rank, world_size, stage):

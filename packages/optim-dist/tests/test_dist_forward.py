@@ -641,7 +641,7 @@ def copies_of_a_model_are_new_and_wait_for_nothing(rank, world_size):
         assert hooks
         assert all(not getattr(getattr(hook, "func", hook).__self__, "_buckets", ()) for hook in hooks)
         copied(tokens(rank, 0)).backward()
-        assert not optimizer._bucketed.has_gradients
+        assert not optimizer._bucketed.reduction.has_gradients
 
 
 def assert_same_parameters(left, right):

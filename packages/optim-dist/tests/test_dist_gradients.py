@@ -230,7 +230,7 @@ def compiled_backward_passes_reduce_as_others_do(rank, world_size):
             with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
                 net(batch(rank, 0, micro)).backward()
             twin(batch(rank, 0, micro)).backward()
-        assert optimizer._bucketed.has_launched
+        assert optimizer._bucketed.reduction.has_launched
         optimizer.step()
         twin_optimizer.step()
         assert_same(values(net), values(twin))

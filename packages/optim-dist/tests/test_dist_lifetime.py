@@ -130,8 +130,8 @@ def groups_of_reductions_that_ranks_launch_as_they_end_are_not_given_away(rank, 
     options = {"accumulation_steps": 1, "timeout": 105}  # of nobody else here
     net, optimizer = build(rank, **options)
     net(batch(rank, 0), skip=3).backward()  # the bucket that is launched first is not full
-    assert not optimizer._bucketed.has_launched
-    assert optimizer._bucketed.any_rank_may_have_launched
+    assert not optimizer._bucketed.reduction.has_launched
+    assert optimizer._bucketed.reduction.any_rank_may_have_launched
     with patch.object(optimizer.communicator, "device", torch.device("cuda", rank)):
         optimizer.hand_over()
     del net, optimizer
@@ -633,7 +633,7 @@ def an_end_where_a_rank_has_no_gradient_at_all(rank, world_size):
             twin = Net(device_of(rank))
             for model in (net, twin) if rank != 1 else ():
                 model(batch(rank, 0)).backward()
-            assert old._bucketed.has_launched is (rank != 1)
+            assert old._bucketed.reduction.has_launched is (rank != 1)
             start = time.monotonic()
             if is_closed:
                 old.close()

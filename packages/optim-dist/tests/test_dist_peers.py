@@ -208,7 +208,7 @@ def _trained(rank, change=lambda net: None, steps=3, is_scaled=False, **options)
             scaler.scale(net(batch(rank, step, 1))).backward()
             if "symm" in options.values():
                 assert all(bucket.is_as_noted for bucket in optimizer._bucketed.buckets)
-                assert not optimizer._bucketed.has_launched
+                assert not optimizer._bucketed.reduction.has_launched
             change(net)
             scaler.step(optimizer)
             scaler.update()

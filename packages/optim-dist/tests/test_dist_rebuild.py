@@ -298,7 +298,7 @@ def an_optimizer_that_was_taken_over_gives_nothing_up(rank, world_size):
             with pytest.raises(RuntimeError, match="arrived after"):
                 net(batch(rank, 0)).backward()
         newer.zero_grad()
-        assert not former._bucketed.any_rank_may_have_launched
+        assert not former._bucketed.reduction.any_rank_may_have_launched
         newer.rebuild_plan()  # which takes them over once more
         former.zero_grad()
         train([(net, newer)], rank, [1])

@@ -148,19 +148,19 @@ class DistOptimizer(StatefulOptimizer):
     def _reduce(self) -> None:
         """Phases 1 and 2, once a step: agree on which gradients exist, launch every reduction."""
         self.check_open()
-        self._communicator.check_ranks()
+        self.communicator.check_ranks()
         step_checks.check_listed(self.param_groups, self._listed)
         self._places.check()
         self._planned_views.check(self.param_groups, self._views)
         self._group_checks.check(self.param_groups, self._routes_of_groups)
-        self._scaled_groups.follow(self._entries)
+        self._scaled_groups.follow(self.entries)
         step_checks.check_left_out(self._left_out)
         self._bucketed.check()
         self._unbucketed.check()
         if self._options.debug and self._unbucketed.layouts:
-            step_checks.compare_gradients(self._entries, self._communicator)
+            step_checks.compare_gradients(self.entries, self.communicator)
         if self._unbucketed.supposed_replicas:
-            step_checks.compare_replicas(self._unbucketed.supposed_replicas, self._communicator)
+            step_checks.compare_replicas(self._unbucketed.supposed_replicas, self.communicator)
             if not self._options.debug:
                 self._unbucketed.supposed_replicas.clear()
         with self.begun_together("the reduction of gradients"):
@@ -170,12 +170,12 @@ class DistOptimizer(StatefulOptimizer):
     def _has_gradient(self, index: int) -> bool:
         """Whether a parameter of the plan has a gradient on this rank, or had one before it was reduced."""
         is_reduced = self._bucketed.counts is not None and bool(self._bucketed.present[index])
-        return is_reduced or self._entries[index].parameter.grad is not None
+        return is_reduced or self.entries[index].parameter.grad is not None
 
     def _check_reduced(self) -> None:
         """Refuse what makes a step impossible, once it is known which gradients exist and before anything changes."""
         counts = self._bucketed.counts
-        step_checks.check_missing(self.param_groups, self.plan.parameters, self._entries, counts, self._has_gradient)
+        step_checks.check_missing(self.param_groups, self.plan.parameters, self.entries, counts, self._has_gradient)
         self._follow_storage()
         step_checks.check_unscaled(self, self._bucketed.collects_under_backward)
 
@@ -189,7 +189,7 @@ class DistOptimizer(StatefulOptimizer):
         elif self._options.skip_nonfinite and self._factor is None:
             self.grad_norm = self._norm(2.0)
         if self._options.debug:
-            step_checks.compare_scalars(self.param_groups, self._entries, self._factor, self._communicator)
+            step_checks.compare_scalars(self.param_groups, self.entries, self._factor, self.communicator)
 
     @not_compiled
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -214,7 +214,7 @@ class DistOptimizer(StatefulOptimizer):
             ]
             if self._unbucketed or not homes:
                 homes.append((self._unbucketed.gradients(), None))
-            norm = norm_over_ranks(homes, float(norm_type), self._communicator, is_exact=self._options.is_tree)
+            norm = norm_over_ranks(homes, float(norm_type), self.communicator, is_exact=self._options.is_tree)
         grad_scale = getattr(self, "grad_scale", None)
         return norm if grad_scale is None else norm / grad_scale
 
@@ -243,21 +243,21 @@ class DistOptimizer(StatefulOptimizer):
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         if found_inf is not None:
             # the number 0, not a tensor, if the scaler has seen no gradient of ours on this rank
-            found_inf = torch.as_tensor(found_inf, dtype=torch.float32, device=self._communicator.device).reshape(1)
+            found_inf = torch.as_tensor(found_inf, dtype=torch.float32, device=self.communicator.device).reshape(1)
             if self._bucketed.buckets:
                 # the scaler saw gradients before they were summed over ranks, or meanwhile: the sums may overflow
                 found_inf = torch.maximum(found_inf, self._bucketed.overflow().to(found_inf.device))
             # an overflow on one rank is in the sums of all ranks
             scale = torch.zeros_like(found_inf) if grad_scale is None else grad_scale.to(found_inf).reshape(1)
-            found = self._communicator.gather_numbers(torch.cat([found_inf, scale]))
+            found = self.communicator.gather_numbers(torch.cat([found_inf, scale]))
             found_inf = found[:, 0].amax()
             if self._options.debug or found.device.type == "cpu":  # elsewhere the host would wait
-                step_checks.check_scales(found[:, 1].tolist(), self._communicator.ranks)
+                step_checks.check_scales(found[:, 1].tolist(), self.communicator.ranks)
         if self._options.skip_nonfinite and self.grad_norm is not None:
             nonfinite = (~torch.isfinite(self.grad_norm)).float()
             found_inf = nonfinite if found_inf is None else torch.maximum(found_inf, nonfinite)
         factor = _product(self._factor, clip_factor)
-        new_planner = partial(self._options.muon_planner, self._communicator.world_size, self._workspace)
+        new_planner = partial(self._options.muon_planner, self.communicator.world_size, self._workspace)
         return StepContext(factor, grad_scale, found_inf, new_planner=new_planner)
 
     # 4, 5: update and gather
@@ -290,7 +290,7 @@ class DistOptimizer(StatefulOptimizer):
         # autograd must refuse to differentiate through the old values, but the update wrote to views that have version
         # counters of their own
         reduced = self._bucketed.present if self._bucketed.counts is not None else repeat(0.0)
-        parameters = [entry.parameter for entry in self._entries]
+        parameters = [entry.parameter for entry in self.entries]
         torch.autograd.graph.increment_version(
             [p for p, was_present in zip(parameters, reduced) if was_present or p.grad is not None]
         )
@@ -364,15 +364,15 @@ class DistOptimizer(StatefulOptimizer):
         return explain(
             self.plan,
             self._options,
-            self._communicator,
+            self.communicator,
             buckets=self._bucketed.buckets,
             owners=self._unbucketed.owners,
             plain_torch_reasons=self._unbucketed.plain_torch_reasons,
             bytes_exchanged=self._unbucketed.bytes_exchanged,
             state_bytes=sum(nbytes(value) for state in self.state.values() for value in state.values()),
             gradient_bytes=self._bucketed.gradient_bytes,
-            multipliers=given_multipliers(self._entries),
-            remarks=remarks(self.param_groups, self._entries, self._options.model),
+            multipliers=given_multipliers(self.entries),
+            remarks=remarks(self.param_groups, self.entries, self._options.model),
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -51,7 +51,7 @@ class BucketedParameters:
             False: as_fp32(1 / world_size) if options.average else None,
             True: None if options.average else as_fp32(world_size),
         }
-        self._shards: dict[ParameterBucket, list[Shard]] = {}
+        self.shards_of: dict[ParameterBucket, list[Shard]] = {}  # what this rank owns of each
         # steps are watched where reading messages costs nothing, or to debug
         self._messages = StepMessages(communicator, is_watched=device.type == "cpu" or options.debug)
         self._is_retried = False  # whether this step's last reductions found nothing on any rank
@@ -77,7 +77,7 @@ class BucketedParameters:
         synchronise(new, self._communicator, self._options.sync_params)
         self.buckets += new
         for bucket in new:
-            self._shards[bucket] = bucket_shards(bucket, plan.parameters, entries)
+            self.shards_of[bucket] = bucket_shards(bucket, plan.parameters, entries)
         options = self._options
         if options.reducer == "rs":
             self._reducer = ReduceScatter(self._communicator, options.reduce_dtype)
@@ -106,7 +106,7 @@ class BucketedParameters:
         """Let go of all buckets between two steps, so that ``extend`` can make others; the caller releases them."""
         self.detach()
         former, self.buckets, self._order = self.buckets, [], []
-        self._shards.clear()
+        self.shards_of.clear()
         self.reduction.clear()
         if not self._by_copies:  # else other ranks may still be reading
             if self._reducer is not None:
@@ -124,27 +124,12 @@ class BucketedParameters:
     @property
     def shards(self) -> list[Shard]:
         """What this rank owns, bucket by bucket."""
-        return [shard for shards in self._shards.values() for shard in shards]
-
-    @property
-    def shards_of(self) -> Mapping[ParameterBucket, Sequence[Shard]]:
-        """What this rank owns of each bucket."""
-        return self._shards
-
-    @property
-    def has_launched(self) -> bool:
-        """Whether a reduction of this step has been launched."""
-        return self.reduction.has_launched
+        return [shard for shards in self.shards_of.values() for shard in shards]
 
     @property
     def collects_under_backward(self) -> bool:
         """Whether backward reduces gradients, or brings them into buckets for copies that will."""
         return bool(self.buckets) and self.reduction.knows_last_pass
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a gradient has arrived since the last step that is still there."""
-        return self.reduction.has_gradients
 
     @property
     def counts(self) -> Tensor | None:
@@ -220,17 +205,18 @@ class BucketedParameters:
 
     def reduced_gradients(self, is_averaged: bool) -> list[Tensor]:
         """This rank's reduced chunks of the buckets whose gradients are averages already, or of those of sums."""
-        return [self._finish(bucket) for bucket in self.buckets if bucket.is_averaged is is_averaged]
+        return [self.reduction.finish(bucket) for bucket in self.buckets if bucket.is_averaged is is_averaged]
 
     def overflow(self) -> Tensor:
         """1 if this rank's chunks have an inf or NaN, else 0."""
-        largest = torch.stack([torch.linalg.vector_norm(self._finish(bucket), float("inf")) for bucket in self.buckets])
+        chunks = map(self.reduction.finish, self.buckets)
+        largest = torch.stack([torch.linalg.vector_norm(chunk, float("inf")) for chunk in chunks])
         return (~torch.isfinite(largest)).any().float()
 
     def update(self, update: Update) -> None:
         """Update bucket by bucket, overlapping each gather with the next update; call ``finish_step`` afterwards."""
         for bucket in self._order:
-            attach_gradients(bucket, self._shards[bucket], self._finish(bucket))
+            attach_gradients(bucket, self.shards_of[bucket], self.reduction.finish(bucket))
             update(bucket)
             bucket.gathering = self._communicator.all_gather_(bucket.values)
 
@@ -264,14 +250,23 @@ class BucketedParameters:
         """Let reductions in flight end before the caller reads gradients, and let later ones begin after that read."""
         self.reduction.finish_launched()
 
-    @property
-    def any_rank_may_have_launched(self) -> bool:
-        """Whether some rank may have launched a reduction, as far as this one knows."""
-        return self.reduction.any_rank_may_have_launched
-
     def drop(self, is_agreed: bool = False) -> None:
         """Give up this step's reductions; ``is_agreed``: all ranks do, also those that know of none."""
         self.reduction.drop(is_agreed)
+
+    def agree_between_steps(self) -> bool:
+        """Whether no rank has got a gradient since the last step that is still there; all then give up what others had.
+
+        Collective.
+        """
+        # ranks agree first, as dropping reductions is collective
+        found = self._communicator.gather_json(
+            [self.reduction.has_gradients, self.reduction.any_rank_may_have_launched]
+        )
+        if any(has_gradients for has_gradients, _ in found):
+            return False
+        self.drop(is_agreed=any(may_have_launched for _, may_have_launched in found))
+        return True
 
     def gather(self) -> None:
         """Gather every rank's part of the parameters on all ranks."""
@@ -347,13 +342,13 @@ class BucketedParameters:
         Returns whether nothing is in flight any more.
         """
         is_finished = not is_failed and all(each.is_usable for each in self._communicators)
-        if self.has_launched or not is_finished:
+        if self.reduction.has_launched or not is_finished:
             self.keep_groups()
         try:
             if is_finished:
                 is_finished = self._end_reductions(is_everywhere)
                 self.wait()
-            elif self.has_launched:
+            elif self.reduction.has_launched:
                 self._abandon_backward_communicator()
         finally:
             self.reduction.close()
@@ -373,7 +368,7 @@ class BucketedParameters:
             # No host waits here, but a reduction that other ranks do not launch would stay on the device. So ranks
             # launch what others may have launched; but a rank that handles an error may be alone in closing.
             is_agreed = is_everywhere and self.reduction.launches_under_backward and sys.exc_info()[0] is None
-            if is_agreed or self.any_rank_may_have_launched:
+            if is_agreed or self.reduction.any_rank_may_have_launched:
                 if not is_agreed:
                     self.keep_groups()
                     self._communicator.leave_memory()
@@ -402,7 +397,7 @@ class BucketedParameters:
                 self._communicator.leave_memory()
             for bucket in self.buckets:
                 bucket.release()
-            self._shards.clear()
+            self.shards_of.clear()
             self.buckets, self._order = [], []
             if is_finished and self._reducer is not None:  # else memory may still be written to
                 self.reduction.clear()
@@ -411,9 +406,6 @@ class BucketedParameters:
             if is_finished:
                 for communicator in self._communicators:
                     communicator.give_back()
-
-    def _finish(self, bucket: ParameterBucket) -> Tensor:
-        return self.reduction.finish(bucket)
 
     def _new_reduction(self) -> BackwardReduction | StreamedReduction:
         options, ranks = self._options, self._communicator.ranks

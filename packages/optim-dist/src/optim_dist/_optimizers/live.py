@@ -24,22 +24,14 @@ class LiveOptimizer(Optimizer):
     """An optimizer that shares out its parameters' gradients and state over ranks: what `DistOptimizer` implements."""
 
     plan: Plan
+    entries: list[Entry]  # trained parameters in the order of the plan
+    communicator: Communicator  # of the ranks that share the work
     _closed = False
     _failure = ""  # what has failed on this rank after all ranks had begun it together
 
     @property
-    def entries(self) -> list[Entry]:
-        """Trained parameters in the order of the plan."""
-        raise NotImplementedError
-
-    @property
     def layouts(self) -> dict[int, Layout]:
         """The layout of each DTensor of several ranks, keyed by its index in the plan."""
-        raise NotImplementedError
-
-    @property
-    def communicator(self) -> Communicator:
-        """The ranks that share the work."""
         raise NotImplementedError
 
     def shards(self) -> list[Shard]:

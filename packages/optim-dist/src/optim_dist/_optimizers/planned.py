@@ -24,7 +24,6 @@ from optim_dist._optimizers.options import Options, groups_of
 from optim_dist._optimizers.places import Places
 from optim_dist._optimizers.planned_views import PlannedViews
 from optim_dist._optimizers.shards import Shard
-from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import Plan, RouteName
 from optim_dist.planning import plan_parameters
 from optim_dist.sharded import UnbucketedParameters
@@ -90,12 +89,12 @@ class PlannedOptimizer(LiveOptimizer):
         candidates = chain((entry.parameter for entry in found), listed)
         device = next((parameter.device for parameter in candidates), None)
         device = compare_before_building(self._options.groups, device, self._options.described())
-        self._communicator = self._options.communicator(device)
-        self._options.check_ranks(self._communicator.world_size)
-        self._bucketed = BucketedParameters(self._communicator, self._options)
-        self._unbucketed = UnbucketedParameters(self._communicator, self._options)
-        self.plan = Plan(self._communicator.world_size, (), ())
-        self._entries: list[Entry] = []
+        self.communicator = self._options.communicator(device)
+        self._options.check_ranks(self.communicator.world_size)
+        self._bucketed = BucketedParameters(self.communicator, self._options)
+        self._unbucketed = UnbucketedParameters(self.communicator, self._options)
+        self.plan = Plan(self.communicator.world_size, (), ())
+        self.entries = []
         self._routes_of_groups: dict[int, RouteName] = {}  # of groups with entries
         self._gradient_dtypes = GradientDtypes(self._options.grad_dtype)
         weakref.finalize(self, self._gradient_dtypes.put_back).atexit = False
@@ -115,16 +114,16 @@ class PlannedOptimizer(LiveOptimizer):
         plan = self.plan.followed_by(more)
         self._agree(plan, found)
         with self.begun_together("add_param_group()"):
-            self._move(plan, [*self._entries, *found], found, meshes)
+            self._move(plan, [*self.entries, *found], found, meshes)
 
     def _plan_for(self, found: Sequence[Entry]) -> tuple[Plan, list[list[list[int]]]]:
         """A plan for ``found`` alone, and the ranks of their meshes; refuses what cannot be distributed."""
         options = self._options
         rounded = {number for number, group in enumerate(self.param_groups) if group.get("stochastic_rounding")}
-        meshes = parameter_checks.check_parameters(found, self._communicator, options, rounded)
+        meshes = parameter_checks.check_parameters(found, self.communicator, options, rounded)
         plan = plan_parameters(
             construction.specify(found, [*map(self._block, found)]),
-            self._communicator.world_size,
+            self.communicator.world_size,
             bucket_mb=options.planned_bucket_mb,
             grad_dtype=options.grad_dtype,
             reduce_dtype=options.reduce_dtype,
@@ -133,15 +132,15 @@ class PlannedOptimizer(LiveOptimizer):
 
     def _agree(self, plan: Plan, found: Sequence[Entry]) -> None:
         """Refuse a plan or hyperparameters of ``found`` that other ranks do not have."""
-        if self._communicator.world_size > 1:
+        if self.communicator.world_size > 1:
             hyperparameters = agreement.describe_groups(self.param_groups, found)
-            agreement.check_plan(plan, hyperparameters, self._communicator)
+            agreement.check_plan(plan, hyperparameters, self.communicator)
 
     def _move(
         self, plan: Plan, entries: list[Entry], found: Sequence[Entry], meshes: Sequence[Sequence[Sequence[int]]]
     ) -> None:
         """Move the parameters of ``found``, the last of ``entries``, to their places in ``plan``."""
-        taken, world_size = {id(entry.parameter) for entry in found}, self._communicator.world_size
+        taken, world_size = {id(entry.parameter) for entry in found}, self.communicator.world_size
         for other in live_optimizers():
             # handing over is collective if the other optimizer has several ranks
             is_alike = world_size > 1 or other.communicator.world_size == 1
@@ -151,7 +150,7 @@ class PlannedOptimizer(LiveOptimizer):
         if world_size > 1 or self._options.is_tree:
             self._bucketed.extend(plan, entries)
         self._unbucketed.extend(plan.parameters, entries, meshes)
-        self.plan, self._entries = plan, entries
+        self.plan, self.entries = plan, entries
         self._routes_of_groups = {entry.group: entry.route for entry in entries}
         self._listed = [list(group["params"]) for group in self.param_groups]
         self._places = Places(self._options.model, entries)
@@ -183,8 +182,8 @@ class PlannedOptimizer(LiveOptimizer):
     def _plan_anew(self, order: Sequence[str | Tensor] | None) -> tuple[Plan, list[Entry], Any]:
         """The arguments of ``_replace``, for parameters that need a gradient now; a refusal changes nothing."""
         self.check_open()
-        self._communicator.check_ranks()
-        with agreement.refused_together("the plan was not rebuilt", self._communicator):
+        self.communicator.check_ranks()
+        with agreement.refused_together("the plan was not rebuilt", self.communicator):
             step_checks.check_listed(self.param_groups, self._listed)
             self._planned_views.check(self.param_groups, self._views)
             for group in self.param_groups:
@@ -207,14 +206,14 @@ class PlannedOptimizer(LiveOptimizer):
             # making the buckets compares them, too, but by then the old ones are gone
             self.wait()
             plain = [(e.name, e.parameter) for e, spec in zip(found, plan.parameters) if not spec.sharding]
-            agreement.check_equal(plain, self._communicator, agreement.SYNC_CHECK)
+            agreement.check_equal(plain, self.communicator, agreement.SYNC_CHECK)
         return plan, found, meshes
 
     def _replace(self, plan: Plan, found: list[Entry], meshes: Any) -> None:
         """Move parameters from the present plan to a new one."""
         former = self._bucketed.clear()
         self._gradient_dtypes.put_back()
-        self._unbucketed = UnbucketedParameters(self._communicator, self._options)
+        self._unbucketed = UnbucketedParameters(self.communicator, self._options)
         self._move(plan, found, found, meshes)
         for bucket in former:
             bucket.release()
@@ -227,14 +226,14 @@ class PlannedOptimizer(LiveOptimizer):
             self._append_group(param_group)
             return
         # ranks agree first, as they may differ in what is reduced already
-        if any(self._communicator.gather_json(self._bucketed.has_launched)) and not self.agree_between_steps():
+        if any(self.communicator.gather_json(self._bucketed.reduction.has_launched)) and not self.agree_between_steps():
             raise RuntimeError(
                 "add_param_group between backward and step(): gradients are already being reduced; "
                 "add the group after step(), or call zero_grad() first"
             )
         before = len(self.param_groups)
         try:
-            with agreement.refused_together("the group was not added", self._communicator):
+            with agreement.refused_together("the group was not added", self.communicator):
                 self._append_group(param_group)
                 found = self._find_entries(first_group=before)
             self._extend(found)
@@ -288,27 +287,13 @@ class PlannedOptimizer(LiveOptimizer):
         return list(self._views(group)) == self._planned_views.of(number)
 
     @property
-    def entries(self) -> list[Entry]:
-        return self._entries
-
-    @property
-    def communicator(self) -> Communicator:
-        return self._communicator
-
-    @property
     def layouts(self) -> dict[int, Layout]:
         return self._unbucketed.layouts
 
     def agree_between_steps(self) -> bool:
         """Whether no gradient has arrived since the last step, or all were dropped again. Collective."""
         self.check_open()
-        # ranks agree first, as dropping reductions is collective
-        bucketed = self._bucketed
-        found = self._communicator.gather_json([bucketed.has_gradients, bucketed.any_rank_may_have_launched])
-        if any(has_gradients for has_gradients, _ in found):
-            return False
-        bucketed.drop(is_agreed=any(may_have_launched for _, may_have_launched in found))
-        return True
+        return self._bucketed.agree_between_steps()
 
     def gather_parameters(self) -> None:
         self._bucketed.gather()
@@ -319,7 +304,7 @@ class PlannedOptimizer(LiveOptimizer):
             return sorted([*self._bucketed.shards, *self._unbucketed.shards()], key=lambda shard: shard.index)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._communicator.world_size > 1:
+        if self.communicator.world_size > 1:
             raise RuntimeError("an optimizer of several ranks cannot be pickled; save its state_dict() or a checkpoint")
         return {**super().__getstate__(), "_options": self._options.without_process()}
 

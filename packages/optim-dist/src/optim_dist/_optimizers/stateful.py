@@ -61,7 +61,7 @@ class StatefulOptimizer(PlannedOptimizer):
         """Move the states of parameters that stay to the new plan; drop all others."""
         self._masters.follow(self)
         moved = take_state(self, plan, found)
-        for entry in self._entries:
+        for entry in self.entries:
             if entry.parameter not in self.state:
                 self._complete_ids.discard(id(entry.parameter))
                 self._shown_keys.pop(id(entry.parameter), None)
@@ -89,7 +89,7 @@ class StatefulOptimizer(PlannedOptimizer):
 
     def _check_blocks(self) -> None:
         """Refuse 8-bit states for parameters that were planned without them, and so may be cut anywhere."""
-        for spec, entry in zip(self.plan.parameters, self._entries):
+        for spec, entry in zip(self.plan.parameters, self.entries):
             if self._block(entry) > spec.block:
                 raise ValueError(
                     f"state_dtype='int8' of {entry.name} came after the optimizer was built, which cuts the parameters "
@@ -161,8 +161,8 @@ class StatefulOptimizer(PlannedOptimizer):
 
     def _show_state(self) -> None:
         # without state torch takes the optimizer for a new one and steps it: on a rank that owns nothing, alone
-        if self._communicator.world_size > 1:
-            for entry in self._entries:
+        if self.communicator.world_size > 1:
+            for entry in self.entries:
                 self.state.setdefault(entry.parameter, {})
         elif self._gradient_dtypes.differ:
             # torch would step with gradients in the parameter's dtype
@@ -186,7 +186,7 @@ class StatefulOptimizer(PlannedOptimizer):
         def complete(_: Optimizer, content: dict[str, Any]) -> None:
             if whole is not None:
                 content |= {"state": whole, IS_WHOLE: True}
-            elif self._communicator.world_size > 1:
+            elif self.communicator.world_size > 1:
                 content["state"] = interchange.complete_state(self)
             else:
                 numbers, kept = states.numbers_in_groups(self), content["state"]
@@ -201,7 +201,7 @@ class StatefulOptimizer(PlannedOptimizer):
             ]
             make_groups_plain(content)
             if whole is None:
-                states.stamped(content, self.plan, self._communicator.rank)
+                states.stamped(content, self.plan, self.communicator.rank)
 
         # hooks of the user's come later, and have the last word
         with self.register_state_dict_post_hook(complete, prepend=True):
@@ -223,9 +223,9 @@ class StatefulOptimizer(PlannedOptimizer):
         state_dict = loaded_state.adapted(self, state_dict)
         if IS_WHOLE in state_dict:
             state_dict = whole_state.cut_full_state_dict(self, state_dict)
-        loaded_state.check_stamp(state_dict, self.plan, self._communicator.rank)
+        loaded_state.check_stamp(state_dict, self.plan, self.communicator.rank)
         loaded_state.check_states(self, state_dict)
-        if self._communicator.world_size > 1:
+        if self.communicator.world_size > 1:
             state_dict = interchange.unwrapped_state(self, state_dict)
         return state_dict
 
