@@ -21,6 +21,7 @@ from optim_kernels._optimizers.muon_options import (
     KELLER,
     VARIANTS,
     MissingGrad,
+    check_muon_group,
     given_options,
     variant_options,
 )
@@ -161,7 +162,7 @@ class TritonMuon(MuonOptimizer):
             param_group.setdefault("views", None)
         super().add_param_group(param_group)
         try:
-            self._check_muon_group(self.param_groups[-1])
+            check_muon_group(self.param_groups[-1], self._parameter_names())
         except Exception:
             self.param_groups.pop()
             raise

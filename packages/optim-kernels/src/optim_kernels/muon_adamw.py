@@ -32,6 +32,7 @@ from optim_kernels._optimizers.kinds import completed_group
 from optim_kernels._optimizers.muon_base import MuonOptimizer
 from optim_kernels._optimizers.muon_entries import check_state_in_capture
 from optim_kernels._optimizers.muon_explain import HEADER, explain_row, tiles_of
+from optim_kernels._optimizers.muon_options import check_muon_group
 from optim_kernels._optimizers.stepping import begin_step, hooked_step
 from optim_kernels._optimizers.storage import check_dtype, drop_other_masters
 from optim_kernels._options import check_switches
@@ -101,10 +102,8 @@ class TritonMuonAdamW(MuonOptimizer):
         self._adamw = None
         try:
             check_clipping(self, self.param_groups[-1])
-            if self._is_muon(group):
-                self._check_muon_group(self.param_groups[-1])
-            else:
-                _check_adamw_group(self.param_groups[-1], self._parameter_names())
+            check = check_muon_group if self._is_muon(group) else _check_adamw_group
+            check(self.param_groups[-1], self._parameter_names())
         except Exception:
             self.param_groups.pop()
             raise

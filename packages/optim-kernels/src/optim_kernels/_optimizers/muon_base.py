@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from optim_kernels._dtensors import note_shards_were_written
 from optim_kernels._optimizers.explaining import log_fallback
 from optim_kernels._optimizers.muon_entries import convert_loaded_state, entries_of
-from optim_kernels._optimizers.muon_options import DEFAULTS, check_group, check_param, view_of
+from optim_kernels._optimizers.muon_options import DEFAULTS, check_muon_group
 from optim_kernels._optimizers.muon_planner import MuonPlanner
 from optim_kernels._optimizers.plain_options import make_groups_plain
 from optim_kernels._optimizers.private_state import PrivateState
@@ -39,22 +39,15 @@ class MuonOptimizer(PrivateState, Optimizer):
         """The grouped launches, derived from groups and state, and never saved; once forgotten, a step makes them."""
         return MuonPlanner(workspace=workspace_for(self._ns_workspace_mb))
 
-    def _check_muon_group(self, group: dict[str, Any], *, loaded: bool = False) -> None:
-        """Raise where Muon cannot take the group's options or one of its parameters; ``loaded`` as in `check_group`."""
-        check_group(group, loaded=loaded)
-        names = self._parameter_names()
-        for i, p in enumerate(group["params"]):
-            check_param(p, group, names[p])
-            view_of(p, group, i, names[p])
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._planner.forget()
+        names = self._parameter_names()
         for group in self.param_groups:
             if self._is_muon(group):
                 for key, value in DEFAULTS.items():
                     group.setdefault(key, value)
-                self._check_muon_group(group, loaded=True)
+                check_muon_group(group, names, loaded=True)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_ns_workspace_mb": self._ns_workspace_mb}

@@ -242,6 +242,14 @@ def view_of(param: Tensor, group: Mapping[str, Any], index: int, name: str) -> M
     return _checked_view(_split_view(shape, matrix_shape, group["split_rows"], name), param, name)
 
 
+def check_muon_group(group: Mapping[str, Any], names: Mapping[Tensor, str], *, loaded: bool = False) -> None:
+    """Raise where Muon cannot take the group's options or one of its parameters; ``loaded`` as in `check_group`."""
+    check_group(group, loaded=loaded)
+    for index, param in enumerate(group["params"]):
+        check_param(param, group, names[param])
+        view_of(param, group, index, names[param])
+
+
 def _checked_view(view: MatrixView, param: Tensor, name: str) -> MatrixView:
     """The view, if the parameter's strides allow it; all strides allow a view without ``matrix_shape``."""
     if view.matrix_shape and not is_wrapper(param):
