@@ -18,12 +18,9 @@ import nox
 
 ROOT = Path(__file__).parent
 PACKAGES = ("optim-utils", "optim-kernels", "optim-redist", "optim-dist")
-NEEDS = {
-    "optim-utils": (),
-    "optim-kernels": ("optim-utils",),
-    "optim-redist": ("optim-utils",),
-    "optim-dist": ("optim-utils", "optim-kernels", "optim-redist"),
-}
+PROJECTS = {package: (ROOT / "packages" / package / "pyproject.toml").read_text() for package in PACKAGES}
+# the siblings that each declares, and the lowest versions that its bounds admit: "optim-utils>=0.1,<0.2" -> 0.1
+NEEDS = {package: dict(re.findall(r'"(optim-[a-z]+)>=([0-9.]+),', text)) for package, text in PROJECTS.items()}
 SOURCES = os.pathsep.join(f"packages/{package}/src" for package in PACKAGES)
 PYTEST = ("python", "-m", "pytest", "-q", "--timeout=600")
 
@@ -220,7 +217,7 @@ def compat(session: nox.Session, package: str) -> None:
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        pins = [_wheel_of_version(sibling, version, folder) for sibling, version in _lowest_siblings(package).items()]
+        pins = [_wheel_of_version(sibling, version, folder) for sibling, version in NEEDS[package].items()]
         _build_wheels(folder, package)
         links = _find_links(folder)
         _install(session, "--no-sources", *links, package, *pins, *TEST_TOOLS)
@@ -253,14 +250,7 @@ def _wheel_of_version(package: str, version: str, folder: Path) -> str:
 
 
 def _version(package: str) -> str:
-    text = (ROOT / "packages" / package / "pyproject.toml").read_text()
-    return re.search(r'^version = "(.*)"', text, re.MULTILINE)[1]
-
-
-def _lowest_siblings(package: str) -> dict[str, str]:
-    """Lowest version of each sibling that the package's bounds admit: ``optim-utils>=0.1,<0.2`` -> ``0.1``."""
-    text = (ROOT / "packages" / package / "pyproject.toml").read_text()
-    return dict(re.findall(r'"(optim-[a-z]+)>=([0-9.]+),', text))
+    return re.search(r'^version = "(.*)"', PROJECTS[package], re.MULTILINE)[1]
 
 
 def _commit_that_set(package: str, version: str) -> str:

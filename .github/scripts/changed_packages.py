@@ -11,13 +11,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
-DEPENDENTS = {
-    "optim-utils": {"optim-kernels", "optim-redist", "optim-dist"},
-    "optim-kernels": {"optim-dist"},
-    "optim-redist": {"optim-dist"},
-    "optim-dist": set(),
-}
+PACKAGES = ("optim-utils", "optim-kernels", "optim-redist", "optim-dist")
+FOLDER = Path(__file__).parents[2] / "packages"
+DECLARED = {package: (FOLDER / package / "pyproject.toml").read_text() for package in PACKAGES}
+DEPENDENTS = {package: {name for name, text in DECLARED.items() if f'"{package}>=' in text} for package in PACKAGES}
 
 
 def affected(paths: list[str]) -> list[str]:
@@ -28,8 +27,8 @@ def affected(paths: list[str]) -> list[str]:
         if parts[0] == "packages" and len(parts) > 2 and parts[1] in DEPENDENTS:
             found |= {parts[1], *DEPENDENTS[parts[1]]}
         elif not (path.endswith(".md") or parts[0] in ("benchmarks", "LICENSE")):
-            found |= set(DEPENDENTS)
-    return [package for package in DEPENDENTS if package in found]
+            found |= set(PACKAGES)
+    return [package for package in PACKAGES if package in found]
 
 
 if __name__ == "__main__":
