@@ -122,7 +122,7 @@ def whole_parameters_that_fsdp2_has_put_in_place_of_cut_ones_are_refused(rank, w
         with torch.no_grad():
             net(torch.ones(2, 4, device=device_of(rank)))  # FSDP2 cuts the root again only in backward
         assert isinstance(net[1].weight, DTensor) is are_dtensors
-        words = "a whole parameter that FSDP2 has put in place of a cut one, .* call reshard"
+        words = "a parameter that FSDP2 has put in place of the one that is trained, .* call reshard"
         with pytest.raises(ValueError, match=rf"1\.weight: {words}"):
             TritonDistAdamW(net.named_parameters())
         with pytest.raises(ValueError, match=f"second: {words}"):
@@ -130,6 +130,23 @@ def whole_parameters_that_fsdp2_has_put_in_place_of_cut_ones_are_refused(rank, w
         net.reshard()
         optimizer.add_param_group({"params": [("second", net[1].weight)]})
         TritonDistAdamW(net.named_parameters())
+
+
+@scenario(4)
+def parameters_that_fsdp2_has_cut_otherwise_for_backward_are_refused(rank, world_size):
+    """They are replicas on pairs of ranks; their gradients go to the ones that it cuts over all four."""
+    mesh = mesh_of(4)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device_of(rank))
+    for module in (*net, net):
+        fully_shard(module, mesh=mesh, reshard_after_forward=2)
+    with torch.no_grad():
+        net(torch.ones(2, 4, device=device_of(rank)))
+    assert net[0].weight.device_mesh.shape == (2, 2)
+    with pytest.raises(ValueError, match=r"0\.weight: a parameter that FSDP2 has put in place of .* call reshard"):
+        TritonDistAdamW(net.named_parameters())
+    for module in net:
+        module.reshard()
+    TritonDistAdamW(net.named_parameters())
 
 
 @scenario(2)

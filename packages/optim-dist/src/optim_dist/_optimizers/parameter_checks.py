@@ -25,7 +25,7 @@ from optim_redist.errors import RedistError
 
 try:
     from torch.distributed._composable_state import _module_state_mapping as _states  # of modules, by weak references
-except ImportError:  # not public; then whole parameters of FSDP2 are not told from others
+except ImportError:  # not public; then FSDP2's stand-ins for parameters are not told from others
     _states = None  # type: ignore[assignment, unused-ignore]
 
 # where the bits of random rounding would depend on how a parameter is cut
@@ -90,7 +90,7 @@ def _findings(found: Sequence[Entry], communicator: Communicator, options: Optio
     types = [each for each in map(device_types, options.groups) if each]
     in_memory: list[tuple[str, Tensor]] = []
     names: set[str] = set()
-    wholes = set(map(id, _wholes_of_fsdp()))
+    stand_ins = set(map(id, _stand_ins_of_fsdp()))
     for entry in found:
         name, parameter = entry.name, entry.parameter
         if name in names:
@@ -105,10 +105,11 @@ def _findings(found: Sequence[Entry], communicator: Communicator, options: Optio
                 f"{name}: a parameter of FullyShardedDataParallel, which reduces and cuts gradients itself; pass the "
                 "plain model, or use fully_shard"
             )
-        if id(parameter) in wholes:
+        if id(parameter) in stand_ins:
             findings.append(
-                f"{name}: a whole parameter that FSDP2 has put in place of a cut one, to which its gradient goes, as "
-                "after an evaluation; call reshard() of the modules given to fully_shard before you list parameters"
+                f"{name}: a parameter that FSDP2 has put in place of the one that is trained, to which its gradient "
+                "goes, as after an evaluation; call reshard() of the modules given to fully_shard before you list "
+                "parameters"
             )
             continue
         faults = _tensor_findings(name, parameter, communicator, options, types)
@@ -118,15 +119,16 @@ def _findings(found: Sequence[Entry], communicator: Communicator, options: Optio
     return findings + _overlap_findings(in_memory)
 
 
-def _wholes_of_fsdp() -> Iterator[Tensor]:
-    """The whole parameters that FSDP2 has for its cut ones, of all models of this process."""
+def _stand_ins_of_fsdp() -> Iterator[Tensor]:
+    """What FSDP2 has in place of its cut parameters, of all models of this process: whole, or cut over fewer ranks."""
     for reference in [] if _states is None else list(_states.values()):
         state = reference()
         # newer torch may have several
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         for cut in (cut for group in groups for cut in getattr(group, "fsdp_params", ())):
-            if (whole := getattr(cut, "_unsharded_param", None)) is not None:
-                yield whole
+            for name in ("_unsharded_param", "_sharded_post_forward_param"):
+                if (stand_in := getattr(cut, name, None)) is not None:
+                    yield stand_in
 
 
 def _tensor_findings(
