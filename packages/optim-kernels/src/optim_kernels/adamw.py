@@ -268,21 +268,11 @@ class TritonAdamW(PrivateState, TorchAdamW):
             )
         if prepared.followed:
             self._writes.follow(prepared.followed, prepared.followed, prepared.masters)
+        scaling = {"grad_scale": grad_scale, "found_inf": found_inf, "clip_factor": clip_factor}
         if prepared.kernels is not None:
-            prepared.kernels.run(
-                self.param_groups, seen, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor
-            )
+            prepared.kernels.run(self.param_groups, seen, **scaling)
         for group, own, own_grads, own_states, indices in with_torch:
-            step_with_torch(
-                group,
-                own,
-                own_grads,
-                own_states,
-                indices,
-                grad_scale=grad_scale,
-                found_inf=found_inf,
-                clip_factor=clip_factor,
-            )
+            step_with_torch(group, own, own_grads, own_states, indices, **scaling)
         if prepared.followed:
             self._writes.note_step(prepared.followed)
         kernels, is_scaled = prepared.kernels, grad_scale is not None or found_inf is not None
