@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from typing import Any
 
@@ -153,6 +154,33 @@ def test_other_groups_are_refused_in_torchs_words(kind: str) -> None:
     other = torch.optim.AdamW([p, q])
     with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
         optimizer.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_may_save_at_once(kind: str) -> None:
+    """As with torch's; here a state dict is made by hooks, of which each call needs its own."""
+    (p,) = random_parameters((8, 6))
+    optimizer = KINDS[kind](p)
+    steps(optimizer, p, 1)
+    (expected,), found = optimizer.state_dict()["state"].values(), []
+
+    def save() -> None:
+        for _ in range(50):
+            found.append(optimizer.state_dict())
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=save) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(found) == 100
+    for saved in found:
+        torch.testing.assert_close(saved["state"][0], expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

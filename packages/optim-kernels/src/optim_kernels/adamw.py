@@ -356,14 +356,11 @@ class TritonAdamW(PrivateState, TorchAdamW):
 
     def state_dict(self) -> dict[str, Any]:
         """A state dict as torch's: step counts are on the CPU, unless the group is ``capturable`` or ``fused``."""
-        # first, since the user's hooks may change the dict in any way
-        with self.register_state_dict_post_hook(_as_saved, prepend=True):
-            return super().state_dict()
+        return self._state_dict(_as_saved)
 
     def to_torch_state_dict(self) -> dict[str, Any]:
         """A state dict that ``torch.optim.AdamW`` loads, whatever the formats here: floats, and torch's keys."""
-        with self.register_state_dict_post_hook(_as_torchs, prepend=True):
-            return super().state_dict()
+        return self._state_dict(_as_torchs)
 
     def explain(self) -> str:
         """A table: what updates each parameter and why, the dtypes, the bytes moved for an element, the launches.

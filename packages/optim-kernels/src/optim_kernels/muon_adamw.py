@@ -241,10 +241,7 @@ class TritonMuonAdamW(MuonOptimizer):
         """State per parameter, or as nanochat stacks it on a Muon group's first parameter."""
         if layout not in ("separate", "nanochat"):
             raise ValueError(f"layout must be 'separate' or 'nanochat', got {layout!r}")
-        if layout == "separate":
-            return super().state_dict()
-        with self.register_state_dict_post_hook(_stacked, prepend=True):
-            return super().state_dict()
+        return self._state_dict(*[_stacked] * (layout == "nanochat"))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, or nanochat's."""

@@ -8,7 +8,8 @@ them (``_place_state``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
@@ -24,6 +25,8 @@ from optim_kernels._optimizers.plain_options import with_dtypes
 from optim_kernels._optimizers.storage import MASTERS
 from optim_utils.low_bit import from_plain
 
+# What is done to a state dict, in place or by returning another.
+Change = Callable[[Optimizer, dict[str, Any]], dict[str, Any] | None]
 # The entries of a parameter's state that have the parameter's shape.
 ELEMENTWISE_KEYS = ("momentum_buffer", *MOMENTS, *MASTERS)
 
@@ -72,23 +75,12 @@ class StatefulOptimizer(Optimizer):
         """The parameters with a master that others have written to since the last step."""
         return self._writes.written(self._with_masters(self.param_groups))
 
-    def state_dict(self) -> dict[str, Any]:
-        """A state dict as torch's, in which masters belong to the parameters as they are now, whoever wrote to them."""
-
-        def follow(_: Optimizer, content: dict[str, Any]) -> None:
-            # only now, since hooks of the user's may have written before
-            written = set(self._written())
-            state = content["state"] = dict(content["state"])
-            # torch's numbers, which leave one out where a parameter is twice in a group
-            numbers = [number for group in content["param_groups"] for number in group["params"]]
-            params = [param for group in self.param_groups for param in group["params"]]
-            for number, param in zip(numbers, params, strict=True):
-                if param in written:
-                    master = state[number]["master"]
-                    now = placed_like(followed(param, master), param)
-                    state[number] = {**state[number], "master": now}
-
-        with self.register_state_dict_post_hook(follow, prepend=True):
+    def _state_dict(self, *changes: Change) -> dict[str, Any]:
+        """torch's state dict after these changes; the user's hooks come last, and may change it in any way."""
+        with ExitStack() as hooks:
+            # the last to be prepended comes first
+            for change in reversed((_follow_masters, *changes)):
+                hooks.enter_context(self.register_state_dict_post_hook(change, prepend=True))
             return super().state_dict()
 
     @out_of_inference_mode
@@ -204,6 +196,19 @@ class StatefulOptimizer(Optimizer):
     def _loss_scaling(self) -> tuple[Tensor | None, Tensor | None]:
         """``(grad_scale, found_inf)`` that a ``GradScaler`` put on this optimizer for the step."""
         return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+
+
+def _follow_masters(optimizer: Any, content: dict[str, Any]) -> None:
+    """Let masters belong to the parameters as they are now, whoever wrote to them: the user's hooks, say."""
+    written = set(optimizer._written())
+    state = content["state"] = dict(content["state"])
+    # torch's numbers, which leave one out where a parameter is twice in a group
+    numbers = [number for group in content["param_groups"] for number in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, param in zip(numbers, params, strict=True):
+        if param in written:
+            master = state[number]["master"]
+            state[number] = {**state[number], "master": placed_like(followed(param, master), param)}
 
 
 def _without_copies(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optim_kernels._dtensors import note_shards_were_written
+from optim_kernels._optimizers.base import Change
 from optim_kernels._optimizers.explaining import log_fallback
 from optim_kernels._optimizers.muon_entries import convert_loaded_state, entries_of
 from optim_kernels._optimizers.muon_options import DEFAULTS, check_muon_group
@@ -70,7 +71,7 @@ class MuonOptimizer(PrivateState, Optimizer):
             # plans hold their parameters, which may have left the groups
             if not self._sorted <= names.keys():
                 self._planner.forget()
-            self._sorted = names.keys()
+            self._sorted = set(names)
             indices = dict(zip(names, count()))
             entries = [(group, entries_of(group, self._own_state, names, indices)) for group in groups]
             self._planner.step(entries, state=self._own_state, **scaling)
@@ -96,11 +97,9 @@ class MuonOptimizer(PrivateState, Optimizer):
             convert_loaded_state(param, group, state)
         return state
 
-    def state_dict(self) -> dict[str, Any]:
-        """A state dict as torch's; views and dtypes are in plain form, so that it loads with ``weights_only=True``."""
-        # first, since the user's hooks may change the dict in any way
-        with self.register_state_dict_post_hook(_as_saved, prepend=True):
-            return super().state_dict()
+    def _state_dict(self, *changes: Change) -> dict[str, Any]:
+        """With views and dtypes in plain form, so that it loads with ``weights_only=True``."""
+        return super()._state_dict(lambda _, content: make_groups_plain(content), *changes)
 
     def _merged_group(self, index: int, mine: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         """The saved group, completed from ours, with our views; raises if it was saved with other views."""
@@ -118,7 +117,3 @@ class MuonOptimizer(PrivateState, Optimizer):
                     "construct it with the views of the checkpoint"
                 )
         return merged
-
-
-def _as_saved(_: Optimizer, content: dict[str, Any]) -> None:
-    make_groups_plain(content)

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from operator import is_, methodcaller
+from threading import RLock
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from optim_kernels._dtensors import is_dtensor, local
-from optim_kernels._optimizers.base import StatefulOptimizer
+from optim_kernels._optimizers.base import Change, StatefulOptimizer
 from optim_kernels.functional._adamw_tensor import with_memory
 from optim_kernels.multi_tensor import KnownAddresses
 
@@ -26,13 +27,22 @@ _to_local = methodcaller("to_local")
 
 
 class Access:
-    """Whether only the optimizer has read its state.
+    """Whether only the optimizer has read its state, and a lock for threads that save it.
 
     An object that is never replaced: wrappers copy the attributes of the optimizer they wrap, and hand out the state in
     its place.
+
+    Attributes:
+        saving: held while a state dict is made by hooks, which torch goes through and another thread would change.
     """
 
     is_private = False
+
+    def __init__(self) -> None:
+        self.saving = RLock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Access, ()
 
 
 class KnownStates:
@@ -102,6 +112,9 @@ class PrivateState(StatefulOptimizer):
 
         To free that memory for a while, go by way of ``state``.
         """
+        return self._state_dict()
+
+    def _state_dict(self, *changes: Change) -> dict[str, Any]:
         is_private = False
 
         def before(_: Optimizer) -> None:
@@ -113,8 +126,8 @@ class PrivateState(StatefulOptimizer):
             content["state"] = {key: _aliases(state) for key, state in content["state"].items()}
 
         # torch reads the state between these two hooks; the user's hooks, which may read it too, run before and after
-        with self.register_state_dict_pre_hook(before), self.register_state_dict_post_hook(after, prepend=True):
-            return super().state_dict()
+        with self._access.saving, self.register_state_dict_pre_hook(before):
+            return super()._state_dict(after, *changes)
 
     def _put_back(self, loaded: dict[str, Any]) -> None:
         super()._put_back(loaded)
