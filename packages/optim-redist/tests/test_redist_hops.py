@@ -312,6 +312,18 @@ def test_no_planner_takes_less_than_a_plan_says_that_it_takes_at_least() -> None
     assert compared > 500
 
 
+@pytest.mark.parametrize("seed", [1101, 1200, 1392, 2053])
+def test_by_curves_that_fall_more_bytes_take_no_less(seed: int) -> None:
+    # as a noisy machine measures them
+    falling = CommModel("falling", Topology(), {"all_to_all": ((16.0, 1e-3), (2048.0, 1e-6))})
+    assert falling.curves["all_to_all"] == ((16.0, 1e-3), (2048.0, 1e-3))
+    case = random_case(seed, FAMILIES + "P")
+    made = plan(case.shape, "bf16", case.src, case.dst, cost_model=falling)
+    (said,) = [other.seconds for other in made.alternatives if other.planner == "naive"]
+    asked = plan(case.shape, "bf16", case.src, case.dst, cost_model=falling, planners=["naive"])
+    assert asked.time >= said * (1 - 1e-12)
+
+
 def test_the_least_seconds_of_every_planner_hold_for_its_candidates() -> None:
     bent = {"all_to_all": ((64.0, 1e-5), (4096.0, 1e-3))}
     models = [CommModel("bent", Topology(), bent, call_seconds=1e-2, has_library=library) for library in (False, True)]

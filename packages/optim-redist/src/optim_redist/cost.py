@@ -22,7 +22,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from optim_redist._curves import Curve, curve_from_bus_rates, interpolate, latency_and_bandwidth
+from optim_redist._curves import Curve, curve_from_bus_rates, interpolate, latency_and_bandwidth, monotone
 from optim_redist._files import check_object, read_json, reading, undamaged
 from optim_redist._lazy import lazy
 from optim_redist._mesh import Axis, Mesh
@@ -240,9 +240,10 @@ class CommModel:
     Attributes:
         name: as printed; the id adds a digest of the numbers.
         topology: groups and bandwidths.
-        curves: keyed by collective: (bytes the busiest rank receives, seconds), ascending. A collective without a curve
-            takes the topology's latency and bandwidth. By a curve of "all_to_all" the topology is corrected, so that
-            its bound on time holds for all curves; without one, none of the others should be quicker than the topology.
+        curves: keyed by collective: (bytes the busiest rank receives, seconds), ascending; seconds are raised to at
+            least those of fewer bytes. A collective without a curve takes the topology's latency and bandwidth. By a
+            curve of "all_to_all" the topology is corrected, so that its bound on time holds for all curves; without
+            one, none of the others should be quicker than the topology.
         pack_bandwidth: bytes read plus written per second by a local copy.
         call_seconds: host time of one exchange, beyond what the curves have measured.
         has_library: whether a library's collectives do the steps that they can do, as programs on NCCL let them.
@@ -263,7 +264,7 @@ class CommModel:
             positive = all(num_bytes > 0 and seconds > 0 for num_bytes, seconds in curve)
             if not positive or any(a[0] > b[0] for a, b in pairwise(curve)):
                 raise RedistError(f"the curve of {op} is (bytes, seconds) above 0, bytes ascending, got {curve}")
-        curves = {op: tuple([(float(b), float(s)) for b, s in curve]) for op, curve in self.curves.items()}
+        curves = {op: monotone((float(b), float(s)) for b, s in curve) for op, curve in self.curves.items()}
         vars(self).update(pack_bandwidth=bandwidth, call_seconds=seconds, curves=curves)
 
     def __hash__(self) -> int:
