@@ -340,6 +340,17 @@ def test_no_plan_is_faster_than_the_bound(latency: float, curved: bool) -> None:
             assert bounds(case[0], *case[1:], made.topology).seconds == made.bounds.seconds
 
 
+def test_no_collective_is_quicker_than_a_topology_that_no_exchange_has_measured() -> None:
+    quick = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), ((64.0, 1e-07), (4096.0, 1e-06)))
+    model = CommModel("quick", Topology.flat(), quick, call_seconds=0.0, has_library=True)
+    split, whole = Layout(Mesh(4), [0]), Layout(Mesh(4), [None])
+    pending = Layout(Mesh(4), [None], {0: "sum"})
+    for src, dst in ((split, whole), (pending, split), (pending, whole)):
+        for topology in (None, Topology.flat(bandwidth=1e9), Topology.nodes(8, rank_bandwidth=1e9)):
+            made = plan((4096,), "bf16", src, dst, cost_model=model, topology=topology)
+            assert made.time >= made.bounds.seconds
+
+
 def test_borders_have_latencies_of_their_own() -> None:
     src, dst = Layout(Mesh(4), [0, None]), Layout(Mesh(4), [None, 0])
     shape = (1024, 1024)

@@ -243,7 +243,7 @@ class CommModel:
         curves: keyed by collective: (bytes the busiest rank receives, seconds), ascending; seconds are raised to at
             least those of fewer bytes. A collective without a curve takes the topology's latency and bandwidth. By a
             curve of "all_to_all" the topology is corrected, so that its bound on time holds for all curves; without
-            one, none of the others should be quicker than the topology.
+            one, none of the others is quicker than the topology.
         pack_bandwidth: bytes read plus written per second by a local copy.
         call_seconds: host time of one exchange, beyond what the curves have measured.
         has_library: whether a library's collectives do the steps that they can do, as programs on NCCL let them.
@@ -279,9 +279,10 @@ class CommModel:
     def seconds(self, op: str, num_bytes: float) -> float:
         """Time of one collective in which the busiest rank receives (or sends) ``num_bytes``; borders not counted."""
         curve = self.curves.get(op)
-        if not curve:
-            return self.call_seconds + self.topology.latency + num_bytes / self.topology.rank_bandwidth
-        return self.call_seconds + interpolate(curve, num_bytes)
+        measured = self.call_seconds + interpolate(curve, num_bytes) if curve else 0.0
+        if curve and self.curves.get("all_to_all"):
+            return measured
+        return max(measured, self.call_seconds + self.topology.latency + num_bytes / self.topology.rank_bandwidth)
 
     def least_seconds(self, num_bytes: float) -> float:
         """Time of the quickest collective in which the busiest rank receives (or sends) ``num_bytes``."""
