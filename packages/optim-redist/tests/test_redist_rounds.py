@@ -612,6 +612,27 @@ def test_a_source_with_a_pending_conjugation_is_resolved_into_what_an_all_gather
     assert live.peak <= limit
 
 
+@pytest.mark.parametrize("spare", [-1, 0], ids=["below four sources", "four sources"])
+def test_a_reduce_scatter_of_a_source_with_a_pending_negation_stays_below_the_limit(spare: int) -> None:
+    shape, columns = (128, 96), Layout(Mesh(2), [None, 0])
+    source, out = torch._neg_view(torch.zeros(shape)), torch.zeros(48, 128).T
+    limit = 4 * source.nbytes + spare
+    program = Program(plan(shape, "float32", PAIR_SUMMED, columns, memory_limit=limit), 0, cast(Any, _Nccl()))
+    native = program._calls.native(0)
+    # beside source and out: the resolved source, its parts in order, and a dense target; an exchange takes less
+    assert (native is not None) == (spare == 0)
+    program._refusals.check_resolving(source)
+    for _ in range(2):  # the first run makes views
+        with Live() as live:
+            source.view_as(source), out.view_as(out)
+            if native is None:
+                program(source, out)
+            else:
+                for _ in program._run_native(native, resolved(source), out, False):
+                    pass
+    assert live.peak <= limit
+
+
 class _Keeping(NoWire):
     """A team whose works keep their buffers, as NCCL's do."""
 

@@ -8,9 +8,11 @@ With P ranks and a buffer of S bytes on each, a rank receives
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from optim_redist.problem import Problem
+from optim_redist.overlap import Side
+from optim_redist.problem import Point, Problem
 
 Collective = Literal["all_gather", "all_reduce", "reduce_scatter"]
 
@@ -27,9 +29,16 @@ def library_collective(problem: Problem) -> Collective | None:
             return "all_reduce"
         sizes = set(problem.needed_sizes.values())
         return "reduce_scatter" if problem.dst_replicas == 1 and len(sizes) == 1 and 0 not in sizes else None
-    if problem.num_contributions == 1 and problem.dst_replicas == num_ranks and _lie_in_order(problem):
+    gathers = problem.num_contributions == problem.src_replicas == 1 and problem.dst_replicas == num_ranks
+    sides = [o.src for o in problem.overlaps]
+    if gathers and problem.num_elements and _lie_in_order(problem.shape, sides, problem.src_points):
         return "all_gather"
     return None
+
+
+def scattered_in_order(problem: Problem) -> bool:
+    """Whether what the ranks get in a reduce-scatter lies in the whole tensor one part after the other."""
+    return _lie_in_order(problem.shape, [o.dst for o in problem.overlaps], problem.dst_points)
 
 
 def bytes_received(collective: Collective, problem: Problem, itemsize: int) -> float:
@@ -40,14 +49,12 @@ def bytes_received(collective: Collective, problem: Problem, itemsize: int) -> f
     return (2 if collective == "all_reduce" else 1) * (num_ranks - 1) / num_ranks * whole
 
 
-def _lie_in_order(problem: Problem) -> bool:
-    """Whether the ranks' parts of the source are equal, and lie in the whole tensor one after the other."""
-    divided = [k for k, o in enumerate(problem.overlaps) if len(o.src.sizes) > 1]
-    if problem.src_replicas != 1 or len(divided) != 1 or problem.num_elements == 0:
+def _lie_in_order(shape: Sequence[int], sides: Sequence[Side], points: Mapping[int, Point]) -> bool:
+    """Whether the ranks' parts are equal, and lie in the whole tensor one after the other."""
+    divided = [k for k, side in enumerate(sides) if len(side.sizes) > 1]
+    if len(divided) != 1:
         return False
     (dim,) = divided
-    side = problem.overlaps[dim].src
-    if side.cuts is None or not side.is_even or any(n > 1 for n in problem.shape[:dim]):
+    if sides[dim].cuts is None or not sides[dim].is_even or any(n > 1 for n in shape[:dim]):
         return False
-    points = problem.src_points
     return [points[rank][dim] for rank in sorted(points)] == list(range(len(points)))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from optim_redist._methods.library import library_collective, scattered_in_order
 from optim_redist._running.collectives import Team, Waitable
 from optim_redist._running.message import slots
 from optim_redist._running.native import Finish, NativeGather, NativeReduction
@@ -119,10 +120,15 @@ class OneCalls:
 def has_room_for_copies(plan: Plan, number: int) -> bool:
     """Whether the limit also holds a copy of a stage's source and target, where a rank gives such as are not dense.
 
-    Collectives read and write dense memory, and all ranks call the same one, whatever they give.
+    Collectives read and write dense memory, and all ranks call the same one, whatever they give. A source in which a
+    conjugation or negation is pending, for which there may be room, is resolved before a reduce-scatter packs it.
     """
     if plan.memory_limit is None:
         return True
-    aside = 0 if plan.donate or not number else plan.bounds.live_src
-    fullest = max(held + needed for held, needed in plan.problems[number].num_stored.values())
-    return (2 * fullest + aside) * plan.itemsize <= plan.memory_limit
+    problem = plan.problems[number]
+    source = 0 if plan.donate else plan.bounds.live_src * plan.itemsize
+    held = 2 * max(map(sum, problem.num_stored.values())) * plan.itemsize
+    packs = library_collective(problem) == "reduce_scatter" and not scattered_in_order(problem)
+    if number or (packs and plan.peak_bytes + source <= plan.memory_limit):
+        held += source
+    return held <= plan.memory_limit
