@@ -213,8 +213,7 @@ def _num_rounds(request: Request, exchanges: Sequence[Exchange]) -> int:
         return 1
 
     def fits(rounds: int) -> bool:
-        peaks = (_peak_bytes(request, exchange.fullest_round(rounds), {}, rounds) for exchange in exchanges)
-        return max(peaks) <= limit
+        return all(_peak_bytes(request, exchange.fullest_round(rounds), {}, rounds) <= limit for exchange in exchanges)
 
     if fits(1) or _peak_bytes(request, {}, {}, MAX_ROUNDS) >= limit:
         return 1

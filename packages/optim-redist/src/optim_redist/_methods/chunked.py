@@ -72,15 +72,14 @@ def fullest_round(problem: Problem, phase: Phase, num_rounds: int) -> dict[int, 
 
 
 def _fullest_of_reduction(problem: Problem, phase: Phase, num_rounds: int) -> dict[int, int]:
-    sizes_of = _sizes_of_reduction(problem, num_rounds)
-    totals: dict[int, list[int]] = {}
+    sizes_of, totals = _sizes_of_reduction(problem, num_rounds), defaultdict[int, int](int)
     for transfer in phase.transfers:
         if transfer.sender != transfer.receiver:
-            parts = sizes_of(transfer)
-            for rank in (transfer.sender, transfer.receiver):
-                total = totals.get(rank)
-                totals[rank] = parts if total is None else list(map(int.__add__, total, parts))
-    return {rank: max(total) for rank, total in totals.items()}
+            sizes = sizes_of(transfer)
+            totals[transfer.sender] += sizes
+            totals[transfer.receiver] += sizes
+    largest = RoundSizes(num_rounds).largest
+    return {rank: largest(total) for rank, total in totals.items()}
 
 
 class RoundSizes:
@@ -218,12 +217,15 @@ def _rounds_of_reduction(problem: Problem, phase: Phase, num_rounds: int) -> lis
     return rounds
 
 
-def _sizes_of_reduction(problem: Problem, num_rounds: int) -> Callable[[Transfer], list[int]]:
-    """A function from a transfer to its elements in every round, as ``_rounds_of_reduction`` cuts it."""
-    grid = grid_of(problem, num_rounds)
-    known: dict[tuple[tuple[int, IndexSet], ...], list[int]] = {}
+def _sizes_of_reduction(problem: Problem, num_rounds: int) -> Callable[[Transfer], int]:
+    """A function from a transfer to its elements in every round, as ``_rounds_of_reduction`` cuts it, in one integer.
 
-    def sizes(t: Transfer) -> list[int]:
+    It is made as those of ``RoundSizes``.
+    """
+    grid = grid_of(problem, num_rounds)
+    known: dict[tuple[tuple[int, IndexSet], ...], int] = {}
+
+    def sizes(t: Transfer) -> int:
         point = problem.dst_points[t.receiver]
         key = tuple([(point[dim], t.box[dim]) for dim, _ in grid])
         found = known.get(key)
@@ -232,9 +234,9 @@ def _sizes_of_reduction(problem: Problem, num_rounds: int) -> Callable[[Transfer
                 part_sizes(problem.overlaps[dim].dst.sets[place], part, count)
                 for (dim, count), (place, part) in zip(grid, key)
             ]
-            found = known[key] = over_grid(parts, num_rounds)
-        others = t.num_elements // prod([size(part) for _, part in key])
-        return found if others == 1 else [count * others for count in found]
+            words = [count.to_bytes(len(_ONE), "little") for count in over_grid(parts, num_rounds)]
+            found = known[key] = int.from_bytes(b"".join(words), "little")
+        return found * (t.num_elements // prod([size(part) for _, part in key]))
 
     return sizes
 
