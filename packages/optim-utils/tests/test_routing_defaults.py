@@ -98,6 +98,32 @@ class VocabularyEmbedding(nn.Module):
             {"proj_out.weight": "head", "blocks.proj_out.weight": "matrix"},
         ),
         ({"output_layer": nn.Linear(3, 2, bias=False)}, {"output_layer.weight": "head"}),
+        # XLNet's, BioGPT's, DistilBERT's
+        ({"lm_loss": nn.Linear(3, 2, bias=False)}, {"lm_loss.weight": "head"}),
+        ({"output_projection": nn.Linear(3, 2, bias=False)}, {"output_projection.weight": "head"}),
+        ({"vocab_projector": nn.Linear(3, 2, bias=False)}, {"vocab_projector.weight": "head"}),
+        # BERT's, if it is not tied to the embedding; what comes before it is hidden
+        (
+            {
+                "cls.predictions.transform.dense": nn.Linear(3, 3, bias=False),
+                "cls.predictions.decoder": nn.Linear(3, 2, bias=False),
+                "x.decoder": nn.Linear(3, 2, bias=False),
+            },
+            {
+                "cls.predictions.transform.dense.weight": "matrix",
+                "cls.predictions.decoder.weight": "head",
+                "x.decoder.weight": "matrix",
+            },
+        ),
+        # linear layers over frames or pixels, as Parakeet's
+        (
+            {"ctc_head": nn.Conv1d(8, 2, 1, bias=False), "classifier": nn.Conv2d(8, 2, 1, bias=False)},
+            {"ctc_head.weight": "head", "classifier.weight": "head"},
+        ),
+        (
+            {"head": nn.Conv2d(8, 2, 3, bias=False), "x.head": nn.Conv2d(8, 2, 1, bias=False)},
+            {"head.weight": "matrix", "x.head.weight": "matrix"},
+        ),
         ({"norm": nn.LayerNorm((3, 2))}, {"norm.weight": "vector", "norm.bias": "vector"}),
         ({"a": RootNorm(3, 2)}, {"a.weight": "vector"}),
         ({"a": nn.Embedding(5, 2)}, {"a.weight": "embedding"}),

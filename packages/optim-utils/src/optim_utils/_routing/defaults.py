@@ -44,10 +44,10 @@ _is_table_name = matcher(
 )
 # lm_heads of MusicGen, lm_head_w of modded-nanogpt
 _is_lm_head_name = matcher("lm_head*")
-# also those of diffusers' transformers (proj_out) and of Megatron's models (output_layer)
+# also those of diffusers' transformers (proj_out), of Megatron's models (output_layer) and of XLNet (lm_loss)
 _is_head_name = matcher(
-    *("output", "output_layer", "proj_out", "head", "head_*", "*_head"),
-    *("classifier", "score", "fc", "qa_outputs", "*logits"),
+    *("output", "output_layer", "output_projection", "proj_out", "head", "head_*", "*_head"),
+    *("classifier", "score", "fc", "qa_outputs", "*logits", "lm_loss", "vocab_projector"),
 )
 # A convolution of at most this many input channels (colours): its (out, in k k) matrix does not map hidden features.
 _STEM_CHANNELS = 4
@@ -165,13 +165,19 @@ def _embedding(leaf: Leaf) -> Decision | None:
 
 
 def _head(leaf: Leaf) -> Decision | None:
-    """An adaptive softmax's and ``lm_head*`` anywhere; else a top-level linear layer, not BERT's ``output.dense``."""
+    """An adaptive softmax's, ``lm_head*`` and BERT's ``predictions.decoder`` anywhere; else a top-level linear layer.
+
+    So not BERT's ``output.dense``. A convolution over single elements is a linear layer, too.
+    """
     if leaf.is_softmax_output:
         return Decision("adamw", "head", "output layer of an adaptive softmax")
+    is_pointwise = leaf.is_in(*CONVOLUTIONS) and set(leaf.shape[2:]) == {1}
+    is_linear = is_pointwise or leaf.is_in(nn.Linear, CombinedLinear) or (not leaf.modules and len(leaf.shape) == 2)
     for path in leaf.paths:
         if any(map(_is_lm_head_name, path)):
             return Decision("adamw", "head", "lm_head")
-        is_linear = leaf.is_in(nn.Linear, CombinedLinear) or (not leaf.modules and len(leaf.shape) == 2)
+        if path[-3:-1] == ("predictions", "decoder") and is_linear:
+            return Decision("adamw", "head", "output layer by name")
         if len(path) == 2 and _is_head_name(path[0]) and is_linear:
             return Decision("adamw", "head", "top-level output layer")
     return None
