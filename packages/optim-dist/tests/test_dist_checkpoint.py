@@ -3,6 +3,7 @@
 import hashlib
 import json
 import pickle
+import re
 import shutil
 import tracemalloc
 from itertools import islice
@@ -668,6 +669,53 @@ def test_a_model_that_one_rank_refuses_is_an_error_on_all(tmp_path):
         for text in texts[3:]:
             assert "rank 1: MemoryError: no room for a state" in text
     assert sorted(file.name for file in tmp_path.iterdir()) == ["latest", "whole"]
+
+
+def save_and_load_what_has_left_its_bucket(rank, world_size, folder):
+    model, optimizer = build(device_of(rank))
+    steps(model, optimizer, rank, range(1))
+    checkpoint.save(f"{folder}/whole", model, optimizer)
+    found = []
+    for leave in (lambda: None, lambda: setattr(model.scale, "data", torch.zeros_like(model.scale)), model.double):
+        if rank == 1:
+            leave()
+        texts = []
+        for call in (
+            lambda: checkpoint.save(f"{folder}/other-{len(found)}", model, optimizer),
+            lambda: checkpoint.load(f"{folder}/whole", model, optimizer),
+        ):
+            try:
+                call()
+                texts.append("")
+            except RuntimeError as error:
+                texts.append(str(error))
+        found.append(texts)
+    return found
+
+
+def test_parameters_that_have_left_their_buckets_are_neither_saved_nor_loaded(tmp_path):
+    for fine, *others in run_ranks(save_and_load_what_has_left_its_bucket, 2, str(tmp_path)):
+        assert fine == ["", ""]
+        for place, texts in enumerate(others):
+            name = ("scale", r"(\w|\.)+")[place]
+            for text in texts:
+                assert re.search(rf"rank 1: RuntimeError: parameter {name} is no longer a view of its bucket", text), (
+                    text
+                )
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["latest", "other-0", "whole"]
+
+
+@pytest.mark.parametrize("is_stepped_before", [False, True])
+def test_a_model_may_get_another_dtype_where_no_bucket_keeps_it(tmp_path, is_stepped_before):
+    (model, optimizer), (twin, twin_optimizer) = build(), build()
+    if is_stepped_before:
+        steps(model, optimizer, 0, range(1))
+    model.bfloat16()
+    steps(model, optimizer, 0, range(1, 2))
+    checkpoint.save(tmp_path / "a", model, optimizer)
+    checkpoint.load(tmp_path / "a", twin.bfloat16(), twin_optimizer)
+    assert_equal([*twin.parameters()], [*model.parameters()], "loaded")
+    assert_same_state(twin_optimizer.full_state_dict(), optimizer.full_state_dict())
 
 
 def save_between_micro_batches(rank, world_size, folder):

@@ -191,6 +191,19 @@ def test_models_that_were_evaluated_are_saved_and_loaded(tmp_path):
     run_ranks(evaluate_before, 2, str(tmp_path))
 
 
+def convert_after_building(rank, world_size, folder):
+    (model, optimizer), (other, other_optimizer) = build(FSDP), build(FSDP, seed=99)
+    model.bfloat16()
+    steps(model, optimizer, range(2))
+    checkpoint.save(f"{folder}/converted", model, optimizer)
+    checkpoint.load(f"{folder}/converted", other.bfloat16(), other_optimizer)
+    assert_everything(everything(other, other_optimizer), everything(model, optimizer), "converted", rank == 0)
+
+
+def test_models_that_got_another_dtype_are_saved_and_loaded(tmp_path):
+    run_ranks(convert_after_building, 2, str(tmp_path))
+
+
 def load_what_does_not_fit(rank, world_size, folder):
     model, _ = build(FSDP)
     before = [parameter.full_tensor() for parameter in model.parameters()]

@@ -302,10 +302,13 @@ def a_parameter_that_takes_the_place_of_another_is_refused(rank, world_size):
         optimizer.step()
         optimizer.zero_grad()
         exchange(net)
+        refused = r"layers\.0\.(weight|bias) is another parameter than when the optimizer"
+        with pytest.raises(RuntimeError, match=refused):
+            optimizer.rebuild_plan()
+        with pytest.raises(RuntimeError, match=refused):
+            optimizer.add_param_group({"params": [("more", nn.Parameter(torch.ones(2, device=device_of(rank))))]})
         net(batch(rank, 1)).backward()
-        with pytest.raises(
-            RuntimeError, match=r"layers\.0\.(weight|bias) is another parameter than when the optimizer"
-        ):
+        with pytest.raises(RuntimeError, match=refused):
             optimizer.step()
         again = TritonDistAdamW(net.named_parameters(), lr=0.05, model=net)
         before = [*map(local, values(net))]

@@ -37,6 +37,7 @@ def named_specs(optimizer: LiveOptimizer, model: nn.Module | None) -> list[Param
             spec,
             name=names.get(id(entry.parameter), spec.name),
             stride=contiguous_stride(spec.shape) if spec.sharding else dense_stride(entry.parameter),
+            dtype=entry.parameter.dtype,  # where no bucket keeps it, the model may have been converted since
         )
         for spec, entry in zip(optimizer.plan.parameters, optimizer.entries)
     ]

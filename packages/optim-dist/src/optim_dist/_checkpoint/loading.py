@@ -75,6 +75,8 @@ def load(folder: Path, model: nn.Module | None, opt: DistOptimizer, *, verify: b
     background.wait_for_last()  # which may be the one to load
     opt.wait()  # gathers in flight would overwrite what is loaded
     problems = Problems(communicator.rank)
+    with problems.noted():
+        opt.check_places()
     surveyed = _surveyed(folder, communicator, problems, verify)
     contents: Contents | None = None
     with problems.noted():

@@ -127,6 +127,7 @@ def _agreed(wanted: Destination, opt: DistOptimizer, options: Mapping[str, Any],
             problems.append(
                 f"{pointer} has to be the file that says which checkpoint is newest, not a folder; rename it"
             )
+        opt.check_places()
     described = {name: str(value) for name, value in options.items()}
     nonces, ends, given = zip(*communicator.gather_json([uuid.uuid4().hex, folder.name, described]))
     if len(set(ends)) > 1:

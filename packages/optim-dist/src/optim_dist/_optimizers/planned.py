@@ -188,7 +188,7 @@ class PlannedOptimizer(LiveOptimizer):
             self._planned_views.check(self.param_groups, self._views)
             for group in self.param_groups:
                 self._check_group(group, stepped=True)
-            self._bucketed.check_pointers()
+            self.check_places()
             step_checks.check_no_gradients(
                 construction.names_of(self.param_groups, self._options.model), self.param_groups
             )
@@ -235,6 +235,7 @@ class PlannedOptimizer(LiveOptimizer):
         try:
             with agreement.refused_together("the group was not added", self.communicator):
                 self._append_group(param_group)
+                self._places.check()
                 found = self._find_entries(first_group=before)
             self._extend(found)
         except BaseException:
@@ -289,6 +290,11 @@ class PlannedOptimizer(LiveOptimizer):
     @property
     def layouts(self) -> dict[int, Layout]:
         return self._unbucketed.layouts
+
+    def check_places(self) -> None:
+        """Refuse parameters that have left their buckets, or whose place in the model another one has taken."""
+        self._places.check()
+        self._bucketed.check_pointers()
 
     def agree_between_steps(self) -> bool:
         """Whether no gradient has arrived since the last step, or all were dropped again. Collective."""
