@@ -49,7 +49,7 @@ from optim_kernels._optimizers.group_clipping import (
 )
 from optim_kernels._optimizers.inference import out_of_inference_mode
 from optim_kernels._optimizers.plain_options import with_dtype_names
-from optim_kernels._optimizers.private_state import PrivateState
+from optim_kernels._optimizers.private_state import KnowsNorm, PrivateState
 from optim_kernels._optimizers.stepping import begin_step, hooked_step, is_capturing_here
 from optim_kernels._optimizers.storage import MasterWeights, check_dtype, drop_other_masters, missing_master
 from optim_kernels._options import are_numbers, check_scalars
@@ -73,7 +73,7 @@ _planned_options = itemgetter(
 )
 
 
-class TritonAdamW(PrivateState, TorchAdamW):
+class TritonAdamW(KnowsNorm, PrivateState, TorchAdamW):
     """AdamW with torch's arguments, state and results, in one launch a step, and with further storage formats.
 
     The update is that of ``optim_kernels.reference.adamw``; ``explain()`` says what updates each parameter.
@@ -206,7 +206,6 @@ class TritonAdamW(PrivateState, TorchAdamW):
         self._prepared: PreparedStep | None = None
         self._steady: SteadyStep | None = None
         self._logged_fallback = False
-        self.grad_norm: Tensor | None = None
 
     @hooked_step
     def step(self, closure: Callable[[], Any] | None = None, *, clip_factor: Tensor | None = None) -> Any:

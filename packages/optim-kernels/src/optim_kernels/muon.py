@@ -27,7 +27,6 @@ from optim_kernels._optimizers.muon_options import (
 )
 from optim_kernels._optimizers.stepping import begin_step, hooked_step
 from optim_kernels._optimizers.storage import MasterWeights
-from optim_kernels.functional._muon_workspace import workspace_for
 from optim_kernels.orthogonalization import Coefficients, EpsMode, Method
 
 __all__ = ["VARIANTS", "TritonMuon"]
@@ -108,8 +107,7 @@ class TritonMuon(MuonOptimizer):
         ns_workspace_mb: float | None = None,
     ) -> None:
         given = locals()
-        workspace_for(ns_workspace_mb)  # raises for values that it refuses
-        self._ns_workspace_mb = ns_workspace_mb
+        self._make_planner(ns_workspace_mb)
         # what is no argument here is none of the defaults: ``type(o)(params, **o.defaults)`` builds such an optimizer
         super().__init__(params, {key: given[key] for key in DEFAULTS if key in given})
 

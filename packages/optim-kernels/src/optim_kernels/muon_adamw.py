@@ -33,11 +33,11 @@ from optim_kernels._optimizers.muon_base import MuonOptimizer
 from optim_kernels._optimizers.muon_entries import check_state_in_capture
 from optim_kernels._optimizers.muon_explain import HEADER, explain_row, tiles_of
 from optim_kernels._optimizers.muon_options import check_muon_group
+from optim_kernels._optimizers.private_state import KnowsNorm
 from optim_kernels._optimizers.stepping import begin_step, hooked_step
 from optim_kernels._optimizers.storage import check_dtype, drop_other_masters
 from optim_kernels._options import check_switches
 from optim_kernels.functional import adamw_
-from optim_kernels.functional._muon_workspace import workspace_for
 from optim_kernels.multi_tensor import is_capturing
 
 __all__ = ["TritonMuonAdamW"]
@@ -53,7 +53,7 @@ def _options(group: dict[str, Any]) -> list[Any]:
     return [group["impl"], *map(group.get, _NOT_HERE)]
 
 
-class TritonMuonAdamW(MuonOptimizer):
+class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
     """One optimizer for a whole model: the updates of ``optim_kernels.reference.muon`` and ``.adamw``.
 
     Args:
@@ -71,10 +71,6 @@ class TritonMuonAdamW(MuonOptimizer):
         TypeError: something else in place of a number.
     """
 
-    grad_norm: Tensor | None = None
-    # derived, and never saved
-    _adamw: PreparedStep | None = None
-
     def __init__(
         self,
         param_groups: list[dict[str, Any]],
@@ -86,9 +82,10 @@ class TritonMuonAdamW(MuonOptimizer):
         ns_workspace_mb: float | None = None,
     ) -> None:
         check_impl(impl)
+        # derived, and never saved
+        self._adamw: PreparedStep | None = None
         self._norms = GradientNorms(impl)
-        workspace_for(ns_workspace_mb)  # raises for values that it refuses
-        self._ns_workspace_mb = ns_workspace_mb
+        self._make_planner(ns_workspace_mb)
         super().__init__(param_groups, {"max_norm": max_norm, "seed": seed, "capturable": capturable, "impl": impl})
 
     def _is_muon(self, group: dict[str, Any]) -> bool:

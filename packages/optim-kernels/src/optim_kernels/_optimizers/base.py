@@ -61,14 +61,21 @@ class StatefulOptimizer(Optimizer):
             self._note_writes()
             self._writes.note_written(written)
 
+    @property
+    def _own_state(self) -> Any:
+        """``state``, read by the optimizer itself."""
+        if "state" not in self.__dict__:
+            # wrappers that pretend to be of this class then ask the optimizer they wrap
+            raise AttributeError(f"{type(self).__name__} has no state")
+        return self.__dict__["state"]
+
     def _note_writes(self) -> None:
         """Assume that fp32 masters match their parameters now; later writes to the parameters are followed."""
         self._writes.note(self._with_masters(self.param_groups))
 
     def _with_masters(self, groups: Iterable[dict[str, Any]]) -> list[Tensor]:
         """The groups' parameters that have an fp32 master by now, and whose writes can be followed."""
-        state = self.__dict__["state"]  # not `self.state`, which counts as access by the user
-        params = [param for group in groups for param in group["params"]]
+        state, params = self._own_state, [param for group in groups for param in group["params"]]
         return [param for param in params if "master" in state.get(param, {}) and can_be_followed(param)]
 
     def _written(self) -> list[Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
-from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -29,20 +28,24 @@ class MuonOptimizer(PrivateState, Optimizer):
     """What optimizers with Muon groups share: views of parameters as matrices, in and out of checkpoints."""
 
     _own_options = ("momentum_dtype", "master_weights", "impl")
+    # The grouped launches: derived from groups and state, never saved.
+    _planner: MuonPlanner
     _ns_workspace_mb: float | None = None
     # The parameters of all groups when they were last sorted into launches.
     _sorted: Set[Tensor] = frozenset()
     # Reasons for plain torch that were logged already.
     _logged_fallbacks: frozenset[str] = frozenset()
 
-    @cached_property
-    def _planner(self) -> MuonPlanner:
-        """The grouped launches, derived from groups and state, and never saved; once forgotten, a step makes them."""
-        return MuonPlanner(workspace=workspace_for(self._ns_workspace_mb))
+    def _make_planner(self, ns_workspace_mb: float | None) -> None:
+        self._planner = MuonPlanner(workspace=workspace_for(ns_workspace_mb))
+        self._ns_workspace_mb = ns_workspace_mb
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._planner.forget()
+        if "_planner" in self.__dict__:
+            self._planner.forget()
+        else:
+            self._make_planner(self._ns_workspace_mb)
         names = self._parameter_names()
         for group in self.param_groups:
             if self._is_muon(group):

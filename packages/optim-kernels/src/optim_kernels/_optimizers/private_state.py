@@ -26,23 +26,38 @@ from optim_kernels.multi_tensor import KnownAddresses
 _to_local = methodcaller("to_local")
 
 
-class Access:
-    """Whether only the optimizer has read its state, and a lock for threads that save it.
-
-    An object that is never replaced: wrappers copy the attributes of the optimizer they wrap, and hand out the state in
-    its place.
+class Shared:
+    """What wrappers of an optimizer share with it, although they copy its attributes: an object that is never replaced.
 
     Attributes:
+        is_private: whether only the optimizer has read its state, which wrappers hand out, too.
         saving: held while a state dict is made by hooks, which torch goes through and another thread would change.
+        grad_norm: of the latest step that clipped by it.
     """
 
     is_private = False
+    grad_norm: Tensor | None = None
 
     def __init__(self) -> None:
         self.saving = RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Access, ()
+        return Shared, ()
+
+
+class KnowsNorm:
+    """An optimizer that clips by the norm of its gradients."""
+
+    _shared: Shared
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of all gradients in the latest step, before clipping: a 0-d tensor."""
+        return self._shared.grad_norm
+
+    @grad_norm.setter
+    def grad_norm(self, norm: Tensor | None) -> None:
+        self._shared.grad_norm = norm
 
 
 class KnownStates:
@@ -73,37 +88,31 @@ class PrivateState(StatefulOptimizer):
     """An optimizer that knows whether anybody else has read its state; its own code reads ``_own_state``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._access = Access()
+        self._shared = Shared()
         super().__init__(*args, **kwargs)
-        self._access.is_private = True
+        self._shared.is_private = True
 
     @property
     def state(self) -> Any:
         """The state of each parameter, as in torch; whoever has read this may change it at any time from then on."""
-        if "state" not in self.__dict__:
-            # wrappers that pretend to be of this class then ask the optimizer they wrap
-            raise AttributeError(f"{type(self).__name__} has no state")
-        self._access.is_private = False
-        return self._own_state
+        state = self._own_state
+        self._shared.is_private = False
+        return state
 
     @state.setter
     def state(self, state: Any) -> None:
-        self._access.is_private = False
+        self._shared.is_private = False
         self.__dict__["state"] = state
-
-    @property
-    def _own_state(self) -> Any:
-        return self.__dict__["state"]
 
     def _state_to_check(self) -> Any:
         """The state if somebody may have changed it since the last step, ``None`` if it is as that step left it."""
-        return None if self._access.is_private else self._own_state
+        return None if self._shared.is_private else self._own_state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._access = self.__dict__.get("_access", Access())
+        self._shared = self.__dict__.get("_shared", Shared())
         super().__setstate__(state)
         # after copy.copy the state belongs to another optimizer too
-        self._access.is_private = False
+        self._shared.is_private = False
 
     def state_dict(self) -> dict[str, Any]:
         """A state dict as torch's, but with other tensor objects, which share the memory of the state's tensors.
@@ -119,14 +128,14 @@ class PrivateState(StatefulOptimizer):
 
         def before(_: Optimizer) -> None:
             nonlocal is_private
-            is_private = self._access.is_private
+            is_private = self._shared.is_private
 
         def after(_: Optimizer, content: dict[str, Any]) -> None:
-            self._access.is_private = is_private
+            self._shared.is_private = is_private
             content["state"] = {key: _aliases(state) for key, state in content["state"].items()}
 
         # torch reads the state between these two hooks; the user's hooks, which may read it too, run before and after
-        with self._access.saving, self.register_state_dict_pre_hook(before):
+        with self._shared.saving, self.register_state_dict_pre_hook(before):
             return super()._state_dict(after, *changes)
 
     def _put_back(self, loaded: dict[str, Any]) -> None:
@@ -135,7 +144,7 @@ class PrivateState(StatefulOptimizer):
         for _, param in self._parameters():
             if param in self._own_state:
                 self._own_state[param] = _aliases(self._own_state[param])
-        self._access.is_private = True
+        self._shared.is_private = True
 
 
 def _aliases(state: Any) -> Any:
