@@ -4,7 +4,9 @@ All scenarios of a backend run in one launch of ranks, each with its own optimiz
 raised.
 """
 
+import copy
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -296,7 +298,10 @@ def a_parameter_that_takes_the_place_of_another_is_refused(rank, world_size):
     def exchange_one(net):
         net.layers[0].bias = nn.Parameter(torch.zeros_like(net.layers[0].bias))
 
-    for exchange in (assign, exchange_one, *([fully_shard] if world_size > 1 else [])):
+    def exchange_module(net):
+        net.layers[0] = copy.deepcopy(net.layers[0])
+
+    for exchange in (assign, exchange_one, exchange_module, *([fully_shard] if world_size > 1 else [])):
         net, optimizer = build(rank)
         net(batch(rank, 0)).backward()
         optimizer.step()
@@ -330,6 +335,19 @@ def what_another_optimizer_steps_or_nobody_needs_may_take_a_place(rank, world_si
     head.step()
     moved = [not torch.equal(*pair) for pair in zip(before, values(net), strict=True)]
     assert moved == [name != "layers.2.bias" for name, _ in net.named_parameters()]
+
+
+@scenario(1)
+def modules_may_be_wrapped_later(rank, world_size):
+    """As by the compiler; a step after that does not look for all names again."""
+    net, optimizer = build(rank)
+    net.layers[0] = nn.Sequential(net.layers[0])
+    with mock.patch.object(net, "named_parameters", wraps=net.named_parameters) as names:
+        for step in range(3):
+            net.layers[0](batch(rank, step)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert names.call_count == 1
 
 
 @scenario(2)
