@@ -778,6 +778,7 @@ def test_plans_of_former_options_go() -> None:
     steps(optimizer)
     (plan,) = optimizer.plans()
     assert len(optimizer._planner._plans) == 1
+    assert not optimizer._planner._captured
     assert f"\n{plan.launches} launches a step" in optimizer.explain()
 
 

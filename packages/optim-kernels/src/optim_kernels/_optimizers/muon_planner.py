@@ -208,9 +208,9 @@ class MuonPlanner:
 
     def _put_aside(self, key: Key) -> None:
         """Keep the plan of ``key`` aside if captured graphs read it."""
-        plan, aside = self._plans[key], self._captured.setdefault(key, [])
-        if plan.was_captured and plan not in aside:
-            aside.append(plan)
+        plan = self._plans[key]
+        if plan.was_captured and plan not in self._captured.get(key, []):
+            self._captured.setdefault(key, []).append(plan)
 
 
 def _hypers_of(groups: Groups) -> list[tuple[Any, ...]]:
