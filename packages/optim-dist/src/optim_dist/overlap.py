@@ -23,11 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim_dist._reduction.collectives import Communicator
 from optim_dist._reduction.storage import ParameterBucket
 from optim_dist._reduction.written_streams import WrittenStreams, keep_until_read
 from optim_dist.buckets import Bucket, ResidentMember, build_bucket
-from optim_dist.plan import BucketPlan, ParameterSpec
 from optim_dist.reducers import Reducer
 
 # How many backward passes optimizers of this process have refused, keyed by the ranks over which they reduce. A refusal
@@ -118,6 +116,8 @@ class Reduction:
 class BackwardReduction(Reduction):
     """Counts arriving gradients, and launches the reductions of buckets in the same order on all ranks."""
 
+    build = staticmethod(build_bucket)
+
     def __init__(
         self, accumulation_steps: int | None, overlap: bool, ranks: Sequence[int], *, by_copies: bool = False
     ) -> None:
@@ -130,16 +130,6 @@ class BackwardReduction(Reduction):
         self._order: Sequence[Bucket] = self.buckets  # launch order of this step
         # the member that got this step's latest gradient, and that gradient
         self._latest: tuple[ResidentMember, weakref.ref[Tensor]] | None = None
-
-    def build(
-        self,
-        plan: BucketPlan,
-        specs: Sequence[ParameterSpec],
-        parameters: Sequence[Tensor],
-        communicator: Communicator,
-    ) -> Bucket:
-        """Move parameters into a new bucket."""
-        return build_bucket(plan, specs, parameters, communicator)
 
     def extend(self, buckets: Sequence[ParameterBucket], reducer: Reducer) -> None:
         """Append buckets that ``build`` has made."""

@@ -79,12 +79,7 @@ class BucketedParameters:
         for bucket in new:
             self.shards_of[bucket] = bucket_shards(bucket, plan.parameters, entries)
         options = self._options
-        if options.reducer == "rs":
-            self._reducer = ReduceScatter(self._communicator, options.reduce_dtype)
-        else:
-            dtypes = options.reduce_dtype, options.reduced_dtype
-            exact = ExactOfPeers if self._by_copies and self._communicator.world_size > 1 else Exact
-            self._reducer = exact(self._communicator, *dtypes, self.buckets, in_pairs=options.is_tree)
+        self._reducer = self._new_reducer()
         if options.accumulation_steps is not None or self._backward_communicator is not None:
             self._use_backward_communicator(self._reducer)
         self.reduction.extend(new, self._reducer)
@@ -101,6 +96,15 @@ class BucketedParameters:
         self._order = self._in_order()
         if self._gathers is not None and isinstance(self.reduction, BackwardReduction):
             self.reduction.arrange(self._order)
+
+    def _new_reducer(self) -> Reducer:
+        """A reducer for all buckets."""
+        options = self._options
+        if options.reducer == "rs":
+            return ReduceScatter(self._communicator, options.reduce_dtype)
+        dtypes = options.reduce_dtype, options.reduced_dtype
+        exact = ExactOfPeers if self._by_copies and self._communicator.world_size > 1 else Exact
+        return exact(self._communicator, *dtypes, self.buckets, in_pairs=options.is_tree)
 
     def clear(self) -> list[ParameterBucket]:
         """Let go of all buckets between two steps, so that ``extend`` can make others; the caller releases them."""

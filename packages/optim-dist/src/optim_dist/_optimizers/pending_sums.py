@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.layouts import local
 from optim_dist._reduction.joined import Joined, alike
-from optim_dist._reduction.storage import OF_PLAIN
+from optim_dist._reduction.storage import check_kind
 
 
 class _Sum(NamedTuple):
@@ -94,13 +93,8 @@ def check_gradient(entry: Entry) -> None:
     parameter, gradient = entry.parameter, entry.parameter.grad
     if gradient is None:
         return
-    if gradient.layout is not torch.strided:
-        raise RuntimeError(
-            f"the gradient of {entry.name} is {gradient.layout}; make it dense (sparse=False in its embedding)"
-        )
+    check_kind(entry.name, gradient, of_dtensor=isinstance(parameter, DTensor))
     if not isinstance(parameter, DTensor):
-        if isinstance(gradient, DTensor):
-            raise RuntimeError(OF_PLAIN.format(entry.name))
         return
     if not isinstance(gradient, DTensor) or gradient.device_mesh != parameter.device_mesh:
         raise RuntimeError(

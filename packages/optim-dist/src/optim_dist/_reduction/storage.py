@@ -16,12 +16,6 @@ from torch.distributed.tensor import DTensor
 from optim_dist._reduction.collectives import Communicator, Waitable
 from optim_dist.plan import BucketPlan, ParameterSpec
 
-# torch does that under ``implicit_replication``
-OF_PLAIN = (
-    "the gradient of {} is a DTensor, but the parameter is none; make the parameter one, too (distribute_tensor), or "
-    "compute with it where no DTensors are"
-)
-
 
 @dataclass(eq=False, kw_only=True)
 class Member:
@@ -161,15 +155,24 @@ def no_rank_had_gradients(counts: Tensor | None, buckets: Iterable[ParameterBuck
 
 def check_gradient(member: Member, gradient: Tensor, plan: BucketPlan) -> None:
     """Refuse a gradient that a bucket cannot take."""
-    if gradient.layout is not torch.strided:
-        raise RuntimeError(
-            f"the gradient of {member.name} is {gradient.layout}; make it dense (sparse=False in its embedding)"
-        )
-    if isinstance(gradient, DTensor):
-        raise RuntimeError(OF_PLAIN.format(member.name))
+    check_kind(member.name, gradient)
     if gradient.shape != member.value.shape or gradient.dtype != plan.grad_dtype:
         raise RuntimeError(
             f"the gradient of {member.name} is {gradient.dtype} {tuple(gradient.shape)}, where this optimizer takes "
             f"{plan.grad_dtype} {tuple(member.value.shape)}; give it such a one, leave its grad_dtype alone, "
             "and choose by grad_dtype= of the optimizer"
+        )
+
+
+def check_kind(name: str, gradient: Tensor, *, of_dtensor: bool = False) -> None:
+    """Refuse a gradient that is not dense, and a DTensor as that of a plain parameter."""
+    if gradient.layout is not torch.strided:
+        raise RuntimeError(
+            f"the gradient of {name} is {gradient.layout}; make it dense (sparse=False in its embedding)"
+        )
+    # torch makes one under ``implicit_replication``
+    if isinstance(gradient, DTensor) and not of_dtensor:
+        raise RuntimeError(
+            f"the gradient of {name} is a DTensor, but the parameter is none; make the parameter one, too "
+            "(distribute_tensor), or compute with it where no DTensors are"
         )
