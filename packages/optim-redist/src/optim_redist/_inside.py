@@ -13,7 +13,7 @@ points form no grid on the remaining dimensions, the sum runs over pairs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -37,8 +37,9 @@ class Inside:
 
     def __init__(self, problem: Problem, ranks: tuple[int, ...]) -> None:
         self.problem, self.ranks = problem, ranks
-        self.sources = _rank_counts(problem.src_points, ranks)
-        self.targets = _rank_counts(problem.dst_points, ranks)
+        src_points, dst_points = problem.src_points, problem.dst_points
+        self.sources = Counter([src_points[rank] for rank in ranks if rank in src_points])
+        self.targets = Counter([dst_points[rank] for rank in ranks if rank in dst_points])
         held: Collection[Point] = self.sources
         if problem.num_contributions > 1:
             held = [point for point, _ in self.holders]
@@ -154,16 +155,6 @@ class Inside:
         return total_shared(self.problem, sources, targets)
 
 
-def _rank_counts(points: Mapping[int, Point], ranks: Sequence[int]) -> dict[Point, int]:
-    """The points of the given ranks, each with the number of these ranks at it."""
-    found: dict[Point, int] = {}
-    for rank in ranks:
-        if rank in points:
-            point = points[rank]
-            found[point] = found.get(point, 0) + 1
-    return found
-
-
 class Groups:
     """The groups of a topology that divide the ranks of a problem.
 
@@ -210,9 +201,7 @@ def _shared(
     keys = _on_dims(points, dims)
     if not dims:
         return keys, {(): alike * len(others)}
-    weights: dict[Point, int] = {}
-    for other in _on_dims(others, dims):
-        weights[other] = weights.get(other, 0) + 1
+    weights = Counter(_on_dims(others, dims))
     axes = list(map(set, zip(*weights)))
     if prod(map(len, axes)) == len(weights) and len(set(weights.values())) == 1:
         found = dict.fromkeys(keys, alike * next(iter(weights.values())))

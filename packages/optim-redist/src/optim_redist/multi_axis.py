@@ -18,6 +18,7 @@ from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from optim_redist._mesh import coordinates
 from optim_redist._multi_axis.moves import (
     UNSPLIT,
     Axes,
@@ -154,16 +155,7 @@ class MultiAxisDist:
 
     def _coordinates(self, rank: int) -> list[int]:
         """The linear coordinate of ``rank`` along the axes of each dimension, row-major in mapping order."""
-        mesh_coordinates = [
-            rank // prod(self.processorMesh[axis + 1 :]) % size for axis, size in enumerate(self.processorMesh)
-        ]
-        linear = []
-        for axes in self.dimsMapping:
-            coordinate = 0
-            for axis in axes:
-                coordinate = coordinate * self.processorMesh[axis] + mesh_coordinates[axis]
-            linear.append(coordinate)
-        return linear
+        return [coordinates(self.processorMesh, axes)[rank] for axes in self.dimsMapping]
 
     def localShape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """The shape of what ``rank`` holds of a tensor of ``shape``."""
@@ -186,12 +178,11 @@ class MultiAxisDist:
         import torch
 
         self._check(shape, "processorView")
-        coordinates = torch.tensor([self._coordinates(rank) for rank in range(self.numProcessors)])  # [P, dims]
         view = torch.ones(self.numProcessors, dtype=torch.bool)
         for tensor_dim, (axes, block) in enumerate(zip(self.dimsMapping, self.blockSizes)):
             index = torch.arange(shape[tensor_dim])
             holder = index // block % axes_size(self.processorMesh, axes) if axes else torch.zeros_like(index)
-            held = holder[:, None] == coordinates[:, tensor_dim]  # [N, P]
+            held = holder[:, None] == torch.tensor(coordinates(self.processorMesh, axes))  # [N, P]
             view = view & held.view(-1, *(1,) * (len(shape) - tensor_dim - 1), self.numProcessors)
         return view
 

@@ -108,7 +108,7 @@ class Problem:
         self.reduced = tuple((op, src.mesh.sizes[axis]) for axis, op in reduced)
         self.reduced_axes = tuple(axis for axis, _ in reduced)
         self.num_contributions = prod(count for _, count in self.reduced)
-        self.contribution = {rank: src.linear(at, self.reduced_axes) for rank, at in src.mesh.coordinates.items()}
+        self.contribution = dict(zip(src.mesh.ranks, coordinates(src.mesh.sizes, self.reduced_axes)))
         started = [(a, op) for a, op in dst.partial if a not in kept_dst and dst.mesh.sizes[a] > 1]
         self.started_ops = frozenset(op for _, op in started)
         self.started = tuple((a, op) for a, op in started if op != "avg")
