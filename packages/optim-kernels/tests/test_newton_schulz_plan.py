@@ -179,7 +179,7 @@ def test_a_nan_and_a_zero_stay_in_their_matrices() -> None:
     x = torch.randn(4, 16, 24, device=DEVICE)
     x[0] = 0
     x[1, 2, 3] = float("nan")
-    for name, dtype, eps in product(("keller", "aol4"), (torch.float16, torch.float32), (1e-7, 0.0)):
+    for (name, dtype), eps in product((("keller", torch.float16), ("aol4", torch.float32)), (1e-7, 0.0)):
         result = newton_schulz(x.to(dtype), 4, coefficients=name, compute_dtype=dtype, eps=eps, impl="triton")
         assert not result[0].any()
         assert result[1].isnan().all()
