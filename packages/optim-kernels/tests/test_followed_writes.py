@@ -27,7 +27,7 @@ def adamw(params: list[nn.Parameter], impl: Any = "triton") -> Optimizer:
     return TritonAdamW(params, weight_decay=0.0, master_weights="fp32", impl=impl)
 
 
-def adamw_by_torch(params: list[nn.Parameter]) -> Optimizer:
+def adamw_by_torch(params: list[nn.Parameter]) -> Any:
     return adamw(params, impl="torch")
 
 
@@ -35,7 +35,7 @@ def muon(params: list[nn.Parameter]) -> Optimizer:
     return TritonMuon(params, weight_decay=0.0, master_weights="fp32", impl="triton", ns_steps=2)
 
 
-def both(params: list[nn.Parameter]) -> Optimizer:
+def both(params: list[nn.Parameter]) -> Any:
     group = {"kind": "muon", "params": params, "weight_decay": 0.0, "master_weights": "fp32"}
     return TritonMuonAdamW([group], impl="torch")
 
@@ -226,6 +226,20 @@ def test_what_is_saved_are_masters_of_the_parameters_as_they_are_then(make: Make
     assert torch.equal(own[0], torch.cat((-kept[:4], kept[4:])))
     assert torch.equal(master(resumed, own[0])[4:], bits[0][4:])
     assert torch.equal(master(resumed, own[1]), bits[1])
+
+
+def test_masters_follow_before_a_state_takes_another_form() -> None:
+    params = parameters(2)
+    of_adamw, of_both = adamw_by_torch(params), both(params)
+    for optimizer in (of_adamw, of_both):
+        move(optimizer, params)
+    write(params[0], -params[0])
+    assert set(of_adamw.to_torch_state_dict()["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
+    own, state = copy.deepcopy((params, of_both.state_dict(layout="nanochat")))
+    resumed = both(own)
+    resumed.load_state_dict(state)
+    stay(resumed, own)
+    assert torch.equal(own[0], params[0])
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters:UserWarning")

@@ -84,3 +84,13 @@ def test_they_are_explained_alike(kind: str) -> None:
     assert wrapper.explain() == optimizer.explain()
     if not isinstance(optimizer, TritonAdamW):
         assert wrapper.plans() == optimizer.plans() != []
+
+
+def test_a_copy_of_what_is_shared_is_not_shared() -> None:
+    """As where somebody copies a wrapper, attribute by attribute."""
+    optimizer, wrapper = wrapped("TritonAdamW", CopyingWrapper)
+    copied = copy.deepcopy(vars(wrapper)["_shared"])
+    assert vars(wrapper)["_shared"].is_private
+    assert not copied.is_private
+    assert optimizer.grad_norm is not None
+    assert copied.grad_norm is None
