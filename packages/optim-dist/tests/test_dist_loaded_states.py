@@ -6,6 +6,7 @@ what is loaded; other forms of the state know nothing of them.
 
 import copy
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint
+from optim_utils import attach_state_dict_hooks
 
 scenario = Scenarios()
 ROWS, TWICE = [Replicate(), Shard(0)], [Shard(0), Replicate()]
@@ -131,6 +133,11 @@ def equal_state(optimizer, other):
     return str(left) == str(right)
 
 
+def wrap(optimizer):
+    optimizer.register_state_dict_post_hook(lambda _, content: {"optimizer": content})
+    optimizer.register_load_state_dict_pre_hook(lambda _, content: content["optimizer"])
+
+
 @scenario(1, 2)
 def hooks_of_the_users_have_the_last_word(rank, world_size):
     saved_by_hook = []
@@ -139,8 +146,7 @@ def hooks_of_the_users_have_the_last_word(rank, world_size):
         optimizer, other = stepped(build, first), build(second)
         expected = copy.deepcopy(optimizer.state_dict())
         for each in (optimizer, other):
-            each.register_state_dict_post_hook(lambda _, content: {"optimizer": content})
-            each.register_load_state_dict_pre_hook(lambda _, content: content["optimizer"])
+            wrap(each)
             each.register_load_state_dict_post_hook(lambda loaded: saved_by_hook.append(loaded.state_dict()))
         saved = copy.deepcopy(optimizer.state_dict())
         assert saved.keys() == {"optimizer"}, name
@@ -162,19 +168,24 @@ def hooks_of_the_users_do_not_touch_other_forms_of_the_state(rank, world_size):
     with tempfile.TemporaryDirectory() as own:
         folder = [own]
         dist.broadcast_object_list(folder)
-        for name, build in CLASSES.items():
+        for name, attach in product(CLASSES, (wrap, attach_state_dict_hooks)):
             first, second = (nn.Parameter(torch.ones(16, 8, device=device_of(rank))) for _ in range(2))
-            optimizer, other = stepped(build, first), build(second)
-            for each in (optimizer, other):
-                each.register_state_dict_post_hook(lambda _, content: {"optimizer": content})
-                each.register_load_state_dict_pre_hook(lambda _, content: content["optimizer"])
+            optimizer, other = stepped(CLASSES[name], first), CLASSES[name](second)
+            attach(optimizer)
+            attach(other)
             full = [optimizer.full_state_dict()]
             dist.broadcast_object_list(full)
             other.load_full_state_dict(full[0])
             assert equal_state(other, optimizer), name
             other.state.clear()
-            path = checkpoint.save(Path(folder[0], name), None, optimizer)
+            path = checkpoint.save(Path(folder[0], name, attach.__name__), None, optimizer)
             checkpoint.load(path, None, other)
+            assert equal_state(other, optimizer), name
+            # nor have they gone
+            content = copy.deepcopy(optimizer.state_dict())
+            assert ("optimizer" in content) is (attach is wrap)
+            other.state.clear()
+            other.load_state_dict(content)
             assert equal_state(other, optimizer), name
 
 

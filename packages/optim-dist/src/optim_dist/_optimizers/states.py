@@ -21,6 +21,11 @@ from optim_dist.planning import contiguous_stride
 from optim_kernels.multi_tensor import is_dense
 from optim_utils.low_bit import LowBitTensor, from_plain
 
+# attributes of torch's optimizers
+_LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+# `optim_utils.attach_state_dict_hooks` replaces this method by one that counts on a hook of its own
+_REGISTER = "register_load_state_dict_pre_hook"
+
 
 def stamped(state_dict: dict[str, Any], plan: Plan, rank: int) -> dict[str, Any]:
     """``state_dict`` with the plan that it fits; unchanged if no plan cuts the state."""
@@ -47,13 +52,13 @@ def packed_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 @contextmanager
 def without_hooks(optimizer: Optimizer) -> Iterator[None]:
     """Leave out hooks of the user's on a load: what is loaded is no content of ``state_dict()``, which these know."""
-    names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
-    hooks = {name: vars(optimizer).get(name) for name in names}
-    vars(optimizer).update({name: OrderedDict() for name in names})
+    attributes = vars(optimizer)
+    hidden = {name: attributes.pop(name) for name in (*_LOAD_HOOKS, _REGISTER) if name in attributes}
+    attributes.update({name: OrderedDict() for name in _LOAD_HOOKS})
     try:
         yield
     finally:
-        vars(optimizer).update(hooks)
+        attributes.update(hidden)
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
