@@ -317,6 +317,15 @@ def test_a_list_of_another_length_is_refused_by_name(name: str, how: str) -> Non
     refused({name: placed}, how, ValueError, f"{name} must have one entry for each of the 2 params, got [13]$")
 
 
+@pytest.mark.parametrize("how", ["triton", "planned"])
+@pytest.mark.parametrize("name", ["grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"])
+def test_kernels_refuse_sparse_tensors_by_name(name: str, how: str) -> None:
+    mixed = [torch.ones(4, device=DEVICE), torch.ones(4, device=DEVICE).to_sparse()]
+    words = r"\[1\] is torch\.sparse_coo; the kernels take dense tensors: give its to_dense\(\)$"
+    refused({name: mixed}, how, ValueError, name + words)
+    refused({name: mixed, "names": ["a", "b"]}, how, ValueError, f"{name[:-1]} of b is")
+
+
 @pytest.mark.parametrize("name", ["exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"])
 def test_the_reference_broadcasts_no_state(name: str) -> None:
     p = torch.ones(4, 3, device=DEVICE)

@@ -155,6 +155,17 @@ def check_normal(places: Iterable[int], **lists: Sequence[Tensor | None] | None)
                 )
 
 
+def check_dense(names: Sequence[str] | None, **lists: Sequence[Tensor | None] | None) -> None:
+    """Raise ``ValueError`` for a sparse tensor, which kernels cannot read; ``names`` are those of the parameters."""
+    for kind, each in lists.items():
+        for i, tensor in enumerate(each or ()):
+            if tensor is not None and tensor.layout != torch.strided:
+                raise ValueError(
+                    f"{called(kind, i, names[i] if names else None)} is {tensor.layout}; the kernels take dense "
+                    "tensors: give its to_dense()"
+                )
+
+
 def check_apart(params: Sequence[Tensor], names: Sequence[str]) -> None:
     """Raise ``ValueError`` if two parameters are one tensor, or share memory: two programs would update it at once."""
     found = sharing_memory(params)

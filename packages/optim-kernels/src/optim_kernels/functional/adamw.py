@@ -21,6 +21,7 @@ from optim_kernels._options import (
 )
 from optim_kernels.functional._lists import (
     check_counts,
+    check_dense,
     check_flags,
     check_floating,
     check_lengths,
@@ -119,9 +120,10 @@ def adamw_(
     places: dict[str, Any] = {"indices": indices, "starts": starts or None, "present": present or None}
     rounding: dict[str, Any] = {"stochastic_rounding": stochastic_rounding, "seed": seed}
 
+    lists: dict[str, Any] = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, **more_state}
+
     def check() -> None:
-        states = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, **more_state}
-        _check_arguments(params, grads=grads, steps=steps, hyper=hyper, seed=seed, names=names, **states, **places)
+        _check_arguments(params, steps=steps, hyper=hyper, seed=seed, names=names, **lists, **places)
 
     if not planned:
         check()
@@ -149,9 +151,10 @@ def adamw_(
         )
         plan.step(seen, scalars_of(len(params), **hyper), **scaling)
     except Exception:
-        # without the checks that the plan has spared, the error need not name what is wrong
+        # without the checks that are spared where all is well, the error need not name what is wrong
         if planned:
             check()
+        check_dense(names, **lists)
         raise
     # tell autograd, which then refuses to differentiate through the overwritten values
     torch.autograd.graph.increment_version(params)
