@@ -18,9 +18,9 @@ from optim_kernels._kernels.moment_codes import LOWER
 from optim_kernels._optimizers.adamw_codes import encoded
 from optim_kernels._triton import FUSED, tl, triton
 from optim_kernels.adamw_groups import init_state
-from optim_kernels.functional import _adamw_launch, adamw_
+from optim_kernels.functional import _adamw_launch, _adamw_tuning, adamw_
 from optim_kernels.functional._adamw_tensor import CODE_BLOCK
-from optim_kernels.functional._adamw_tuning import Tuning, code_chunks
+from optim_kernels.functional._adamw_tuning import PROGRAMS, Tuning, code_chunks, division_of_one
 from optim_utils.low_bit import (
     CUBIC8,
     DYNAMIC8,
@@ -41,6 +41,12 @@ def same_bytes(found: Tensor, expected: LowBitTensor) -> None:
     assert isinstance(found, LowBitTensor)
     assert torch.equal(found.codes, expected.codes)
     assert torch.equal(found.scale, expected.scale)
+
+
+def same_states(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(found[key].codes, expected[key].codes)
+        assert torch.equal(found[key].scale.view(torch.int32), expected[key].scale.view(torch.int32))
 
 
 def moments(shape: tuple[int, ...], scale: float, generator: torch.Generator) -> tuple[LowBitTensor, LowBitTensor]:
@@ -153,36 +159,74 @@ def test_a_warp_holds_the_scales_of_a_chunk() -> None:
     assert all(each.extent is not None and each.extent % each.size == 0 for each in sizes[:-1])
 
 
+def test_programs_share_a_lone_tensor_equally() -> None:
+    tuned = Tuning(0, CODE_BLOCK, CODE_BLOCK, 1)
+    for multiprocessors, numel in itertools.product((1, 7, 132), (256, 257, 4096, 10**5, 4 << 20, (4 << 20) + 255)):
+        shared = division_of_one(numel, True, tuned, multiprocessors)
+        assert division_of_one(numel, False, tuned, multiprocessors) is None
+        blocks, most = numel // CODE_BLOCK, PROGRAMS * multiprocessors
+        if blocks > most * int(moment_scales.MOST_BLOCKS):
+            assert shared is None
+            continue
+        assert shared is not None
+        programs, least = shared
+        programs -= numel % CODE_BLOCK > 0
+        assert programs == min(blocks, most)
+        assert programs * least <= blocks < programs * (least + 1)
+    assert division_of_one(255, True, tuned, 132) is None
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
-@pytest.mark.parametrize("tiles", [1, 2])
-@pytest.mark.parametrize(("numel", "offset"), [(4096, 0), (4097, 0), (5000, 0), (6000, 1), (7168, 0)])
-def test_one_warp_or_four_a_program(numel: int, offset: int, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block of a tile for each: the same bytes, also beside blocks that are all zero, tiny or not finite."""
+@pytest.mark.parametrize("programs", [1, 3, 28])
+@pytest.mark.parametrize("numel", [4096, 4097, 5000, 7168, 8191])
+def test_alone_in_equal_parts_or_as_a_list(numel: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bytes, also beside blocks that are all zero, tiny or not finite."""
     generator = torch.Generator().manual_seed(numel)
-    start = torch.randn(offset + numel, generator=generator)
+    start = torch.randn(numel, generator=generator)
     grads = [torch.randn(numel, generator=generator) * scale for scale in (1.0, 1e-4)]
     for grad, tiny in zip(grads, (1e-19, 1e-38)):
         grad[: CODE_BLOCK // 2] = tiny
         grad[CODE_BLOCK : 2 * CODE_BLOCK] = 0
         grad[-300:-20] = tiny
     grads[1][1000], grads[1][3000] = torch.inf, torch.nan
+
+    def in_parts(numel: int, is_aligned: bool, tuned: Tuning, _: int) -> tuple[int, int] | None:
+        return division_of_one(numel, is_aligned, tuned, 1)
+
+    monkeypatch.setattr(_adamw_tuning, "PROGRAMS", programs)
     results = []
-    for blocks in (1, 4):
-        tile = blocks * CODE_BLOCK
-        tuned = Tuning(tiles * tile, tile, tile, num_warps=blocks)
-        monkeypatch.setattr(_adamw_launch, "tuning", lambda *_, tuned=tuned: tuned)
-        p = torch.nn.Parameter(start.to(DEVICE, copy=True)[offset:])
+    for division in (lambda *_: None, in_parts):
+        monkeypatch.setattr(_adamw_launch, "division_of_one", division)
+        p = torch.nn.Parameter(start.to(DEVICE, copy=True))
         optimizer = TritonAdamW([p], state_dtype="int8", impl="triton")
         for grad in grads:
             p.grad = grad.to(DEVICE)
             optimizer.step()
-        results.append((p, optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"]))
-    (p, m, v), (q, *found) = results
+        results.append((p, optimizer.state[p]))
+    (p, listed), (q, alone) = results
     assert torch.equal(p.view(torch.int32), q.view(torch.int32))
-    for one, four in zip((m, v), found, strict=True):
-        assert torch.equal(one.codes, four.codes)
-        assert torch.equal(one.scale.view(torch.int32), four.scale.view(torch.int32))
+    same_states(alone, listed)
+
+
+@pytest.mark.slow
+def test_gradients_that_lose_their_alignment_and_find_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lone tensor is then treated as a list, and alone again; rates, which have other places then, change between."""
+    generator = torch.Generator().manual_seed(0)
+    start, grads = (torch.randn(size, generator=generator) for size in (5000, (5, 5001)))
+    results = []
+    for division in (lambda *_: None, division_of_one):
+        monkeypatch.setattr(_adamw_launch, "division_of_one", division)
+        p = torch.nn.Parameter(start.to(DEVICE, copy=True))
+        optimizer = TritonAdamW([p], state_dtype="int8", impl="triton")
+        for grad, offset, lr in zip(grads.to(DEVICE), (0, 1, 1, 0, 1), (1e-2, 1e-2, 2e-2, 2e-2, 2e-2)):
+            optimizer.param_groups[0]["lr"] = lr
+            p.grad = grad.clone()[offset : offset + 5000]
+            optimizer.step()
+        results.append((p, optimizer.state[p]))
+    (p, listed), (q, alone) = results
+    assert torch.equal(p, q)
+    same_states(alone, listed)
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter

@@ -109,15 +109,15 @@ for kind in json.load(sys.stdin):
 
 # by their names, which kernels agree on; the others are int32
 ARGUMENTS = {
-    "*i64": "chunks records grads table step_addresses",
+    "*i64": "chunks records grads table step_addresses hyperparameters memos",
     "*i32": "counter counters progress state strip_map tile_map",
-    "*fp64": "hyperparameters memos partials row_squares sums total",
+    "*fp64": "partials row_squares sums total",
     "*fp32": "clip_factor control factor factors found_inf grad_scale hyper inverses lr_scales norm_result parts scale "
     "scales squared_scales units",
     "fp32": "alpha beta eps max_norm norm_scale omega",
     # of AdamW's kernel of one tensor
-    "i64": "exp_avg exp_avg_scale exp_avg_sq exp_avg_sq_scale grad group lr_bits master max_exp_avg_sq numel param "
-    "place present seed slice_stride start step",
+    "i64": "exp_avg exp_avg_scale exp_avg_sq exp_avg_sq_scale grad group master max_exp_avg_sq numel param "
+    "place present rates seed slice_stride start step",
 }
 TYPES = {name: type for type, names in ARGUMENTS.items() for name in names.split()}
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -139,9 +139,8 @@ def adamw(
     default: dict[str, Any] = {"amsgrad": False, "master": 0, "stochastic": False, "num_slices": 1}
     dtypes = {"param": param, "grad": grad or param, "exp_avg": first, "exp_avg_sq": second}
     has_codes = "uint8" in (first, second)
-    tile, warps = (256, 1) if has_codes and not alone else (1024, 4)
-    chunk = 0 if has_codes and not alone else 2048
-    constants = {"CHUNK": chunk, "TILE": tile, "TAIL_TILE": tile if has_codes else 256, "F": default | dtypes | stored}
+    chunk, tile, warps = (0, 256, 1) if has_codes else (2048, 1024, 4)
+    constants = {"CHUNK": chunk, "TILE": tile, "TAIL_TILE": 256, "F": default | dtypes | stored}
     # alone in a step, or the first of several launches
     kernel, overlap = ("adamw_kernel_of_one", 1) if alone else ("adamw_kernel", 2)
     options = {"num_warps": warps, "maxnreg": 72} | OVERLAPPING

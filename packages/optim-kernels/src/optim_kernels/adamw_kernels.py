@@ -20,14 +20,13 @@ from typing import NamedTuple
 
 from optim_kernels._kernels.adamw_chunk import update_chunk
 from optim_kernels._kernels.adamw_tiles import Format
-from optim_kernels._kernels.adamw_update import HYPERPARAMETERS_SIZE, MEMO_SIZE, Hyperparameters
+from optim_kernels._kernels.adamw_update import MEMO_SIZE, ROW_SIZE
 from optim_kernels._kernels.chunks import read_chunk
 from optim_kernels._triton import after_previous, before_next, tl, triton, wide
 
 __all__ = [
     "MEMOS_SIZE",
     "Format",
-    "Hyperparameters",
     "Record",
     "adamw_kernel",
     "adamw_kernel_of_one",
@@ -60,7 +59,7 @@ class Record(NamedTuple):
 
 
 RECORD_SIZE = len(Record._fields)
-# fp64 numbers of a slot's two memos, which carry bias corrections from step to step
+# words of a slot's two memos, which carry bias corrections from step to step
 MEMOS_SIZE = 2 * MEMO_SIZE
 
 # Positions in the row, for the kernel.
@@ -83,7 +82,7 @@ MEMOS_SIZE = 2 * MEMO_SIZE
     _EXP_AVG_SQ_SCALE,
 ) = map(tl.constexpr, range(RECORD_SIZE))
 _RECORD_SIZE = tl.constexpr(RECORD_SIZE)
-_HYPERPARAMETERS_SIZE = tl.constexpr(HYPERPARAMETERS_SIZE)
+_ROW_SIZE = tl.constexpr(ROW_SIZE)
 _MEMOS_SIZE = tl.constexpr(MEMOS_SIZE)
 
 
@@ -131,7 +130,7 @@ def adamw_kernel(
         False,
         (found_inf, tl.load(record + _PRESENT).to(tl.pointer_type(tl.float32))),
         (clip_factor, grad_scale),
-        hyperparameters + tl.load(record + _GROUP) * _HYPERPARAMETERS_SIZE,
+        hyperparameters + tl.load(record + _GROUP) * _ROW_SIZE,
         0,
         tl.load(record + _STEP).to(tl.pointer_type(tl.float32)),
         (tl.load(record + _SEED), tl.load(record + _PLACE), tl.load(record + _START)),
@@ -169,7 +168,7 @@ _NUMBERS = [
     "seed",
     "place",
     "start",
-    "lr_bits",
+    "rates",
 ]
 
 
@@ -199,34 +198,43 @@ def adamw_kernel_of_one(
     seed: tl.int64,
     place: tl.int64,
     start: tl.int64,
-    lr_bits: tl.int64,
+    rates: tl.int64,
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
     TAIL_TILE: tl.constexpr,
     F: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """As ``adamw_kernel`` for one tensor in chunks of one size: elements can be loaded at once, without tables.
+    """As ``adamw_kernel`` for one tensor: elements can be loaded at once, without tables.
 
-    The learning rate, which schedulers change in each step, is an argument, as the pattern of an fp64 number: to upload
-    another one would take the host as long as the rest of a step.
+    Its chunks have one size, or with a CHUNK of 0 they are its tiles in equal parts: ``num_full`` tiles a program, and
+    one more for those that start first. What is left of a tile has a program of its own, unless TAIL_TILE is 0.
+
+    The learning rate, which schedulers change in each step, is an argument, and so is the decay, which goes with it: to
+    upload others would take the host as long as the rest of a step.
     """
     after_previous(OVERLAP)
     chunk = num_chunks - 1 - tl.program_id(0)
-    first = chunk.to(tl.int64) * CHUNK
-    end = tl.minimum(first + CHUNK, numel)
+    if CHUNK == 0:
+        num_parts = num_chunks if TAIL_TILE == 0 else num_chunks - 1
+        is_full = chunk < num_parts
+        first, end = _equal_part(chunk, num_parts, num_full, numel, TILE)
+    else:
+        is_full = chunk < num_full
+        first = chunk.to(tl.int64) * CHUNK
+        end = tl.minimum(first + CHUNK, numel)
     update_chunk(
         (wide(param), wide(grad), slice_stride, wide(exp_avg), wide(exp_avg_sq), wide(max_exp_avg_sq), wide(master)),
         (wide(exp_avg_scale), wide(exp_avg_sq_scale)),
         first,
         end,
-        chunk < num_full,
+        True if TAIL_TILE == 0 else is_full,
         # the tensor's last chunk is the launch's first program, so the memo that it leaves delays no one
         end == numel,
         (found_inf, wide(present).to(tl.pointer_type(tl.float32))),
         (clip_factor, grad_scale),
-        hyperparameters + group * _HYPERPARAMETERS_SIZE,
-        lr_bits,
+        hyperparameters + group * _ROW_SIZE,
+        rates,
         wide(step).to(tl.pointer_type(tl.float32)),
         (seed, place, start),
         memos,
@@ -239,3 +247,17 @@ def adamw_kernel_of_one(
         True,
     )
     before_next(OVERLAP)
+
+
+@triton.jit
+def _equal_part(part, num_parts, num_tiles, numel, TILE: tl.constexpr):
+    """The first element of a part and the first behind it; what the parts leave of a tile comes as one more part."""
+    larger = numel // TILE - num_parts.to(tl.int64) * num_tiles
+    # the last parts are the larger ones
+    before = tl.maximum(part - (num_parts - larger), 0)
+    first = (part.to(tl.int64) * num_tiles + before) * TILE
+    following = tl.maximum(part + 1 - (num_parts - larger), 0)
+    end = ((part + 1).to(tl.int64) * num_tiles + following) * TILE
+    if part == num_parts:
+        first, end = numel // TILE * TILE, numel
+    return first, end

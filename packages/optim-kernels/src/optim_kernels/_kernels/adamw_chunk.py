@@ -7,7 +7,14 @@ computes too, but writes nothing. Other chunks are masked.
 
 from __future__ import annotations
 
-from optim_kernels._kernels.adamw_tiles import read_tile, scales_of_chunk, store_scales, store_tile, widened
+from optim_kernels._kernels.adamw_tiles import (
+    read_tile,
+    scales_of_chunk,
+    store_scales,
+    store_tile,
+    widened,
+    with_underflow,
+)
 from optim_kernels._kernels.adamw_update import adamw, leave_memo, read_group, scalars_of_step
 from optim_kernels._kernels.moment_scales import BLOCK
 from optim_kernels._kernels.step_counts import advance, arrive
@@ -28,7 +35,7 @@ def update_chunk(
     flags,
     factors,
     row,
-    lr_bits,
+    rates,
     step_pointer,
     stream,
     memo,
@@ -43,22 +50,24 @@ def update_chunk(
     """Update the elements from ``first`` up to ``end``, unless told to skip them.
 
     Args:
-        is_full: whether there are ``CHUNK`` elements, or with a CHUNK of 0 an even number of tiles, all aligned.
+        is_full: whether there are ``CHUNK`` elements, or with a CHUNK of 0 whole tiles (in lists an even number), all
+            aligned.
         is_last: whether to leave a memo, which the next step reads with ``MEMO``.
         flags: pointers to ``found_inf`` and to the tensor's presence.
         factors: pointers to the clip factor and to the gradient scale.
-        row, lr_bits: as for ``read_group``.
+        row, rates: as for ``read_group``.
         num_others: how many other programs share this step count; the last program to arrive stores the next count.
     """
-    scales = scales_of_chunk(scale_addresses, first, end, TILE // BLOCK, F)
+    stored_scales = scales_of_chunk(scale_addresses, first, end, TILE // BLOCK, F)
     if is_full:
         offset = first
         tile = read_tile(places, offset, True, TILE, F, False)
         keep, t, random, scalars, arrived = _start(
-            step_pointer, flags, factors, row, lr_bits, stream, memo, counter, F, MEMO, MEMO or CHUNK == TILE
+            step_pointer, flags, factors, row, rates, stream, memo, counter, F, MEMO, MEMO or CHUNK == TILE
         )
+        scales = with_underflow(stored_scales, F)
         # the next tile is on its way while this one is worked on
-        if CHUNK == 0:
+        if CHUNK == 0 and not MEMO:
             num_tiles = ((end - first) // TILE).to(tl.int32)
             for i in range(0, num_tiles, 2):
                 following = read_tile(places, offset + TILE, True, TILE, F, False)
@@ -68,18 +77,20 @@ def update_chunk(
                 scales = _update_tile(following, places, offset + TILE, keep, scales, i + 1, scalars, random, F, False)
                 offset += 2 * TILE
         else:
-            for i in range(CHUNK // TILE - 1):
+            last = ((end - first) // TILE).to(tl.int32) - 1 if CHUNK == 0 else CHUNK // TILE - 1
+            for i in range(last):
                 following = read_tile(places, offset + TILE, True, TILE, F, False)
                 scales = _update_tile(tile, places, offset, keep, scales, i, scalars, random, F, False)
                 tile = following
                 offset += TILE
-            scales = _update_tile(tile, places, offset, keep, scales, CHUNK // TILE - 1, scalars, random, F, False)
+            scales = _update_tile(tile, places, offset, keep, scales, last, scalars, random, F, False)
         store_scales(scale_addresses, first, tl.where(keep, end, first), scales, F)
         _finish(row, memo, step_pointer, t, counter, arrived, num_others, keep, is_last)
     else:
         keep, t, random, scalars, arrived = _start(
-            step_pointer, flags, factors, row, lr_bits, stream, memo, counter, F, MEMO, MEMO or CHUNK == TILE
+            step_pointer, flags, factors, row, rates, stream, memo, counter, F, MEMO, MEMO or CHUNK == TILE
         )
+        scales = with_underflow(stored_scales, F)
         for offset in range(first, tl.where(keep, end, first), TAIL_TILE):
             i = (offset - first) // TAIL_TILE
             mask = offset + tl.arange(0, TAIL_TILE) < end
@@ -104,7 +115,7 @@ def _start(
     flags,
     factors,
     row,
-    lr_bits,
+    rates,
     stream,
     memo,
     counter,
@@ -116,17 +127,18 @@ def _start(
     found_inf, present = flags
     clip_factor, grad_scale = factors
     seed, place, start = stream
-    group = read_group(row, lr_bits, memo, MEMO)
+    group = read_group(row, rates, memo, MEMO)
     t = tl.load(step_pointer) + 1.0
     keep = (tl.load(found_inf) == 0.0) & (tl.load(present) != 0.0)
-    scale = tl.load(clip_factor) * div_rn(1.0, tl.load(grad_scale))
+    scale, grad_scale = tl.load(clip_factor), tl.load(grad_scale)
     # ``arrive`` waits for t, during which no load is issued, and then begins the counter's round trip. Where tiles do
     # not hide that round trip (EARLY), the scalars do; elsewhere the scalars' loads go first
     if EARLY:
         arrived = arrive(counter, keep.to(tl.int32), t)
-        scalars = scalars_of_step(group, row, t.to(tl.float64), scale, MEMO)
-    else:
-        scalars = scalars_of_step(group, row, t.to(tl.float64), scale, MEMO)
+    if grad_scale != 1.0:
+        scale *= div_rn(1.0, grad_scale)
+    scalars = scalars_of_step(group, row, t, scale, MEMO)
+    if not EARLY:
         arrived = arrive(counter, keep.to(tl.int32), t)
     return keep, t, (seed, place, start, t.to(tl.int64)), scalars, arrived
 
@@ -135,5 +147,5 @@ def _start(
 def _finish(row, memo, step_pointer, t, counter, arrived, num_others, keep, is_last):
     """End a program whose elements are done: leave the memo for the next step, advance the count."""
     if is_last & keep:
-        leave_memo(row, t.to(tl.float64) + 1.0, memo)
+        leave_memo(row, t + 1.0, memo)
     advance(step_pointer, t, counter, arrived, num_others, keep)

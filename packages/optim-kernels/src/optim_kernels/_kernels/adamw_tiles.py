@@ -183,12 +183,21 @@ def _store_codes(address, offset, mask, words, MASKED: tl.constexpr):
 
 @triton.jit
 def scales_of_chunk(scale_addresses, first, end, WARPS: tl.constexpr, F: tl.constexpr):
-    """The scales of a chunk's codes, of first and second moments, and whether a second moment's scale is very small."""
-    m_scales, v_scales, underflows = 0.0, 0.0, False
+    """Load the scales of a chunk's codes, of first and second moments, for ``with_underflow``."""
+    m_scales, v_scales = 0.0, 0.0
     if F.exp_avg == tl.uint8:
         m_scales = read_scales(scale_addresses[0], first, end, WARPS)
     if F.exp_avg_sq == tl.uint8:
         v_scales = read_scales(scale_addresses[1], first, end, WARPS)
+    return m_scales, v_scales
+
+
+@triton.jit
+def with_underflow(scales, F: tl.constexpr):
+    """These scales, and whether a second moment's is very small, for which all of them have to have come."""
+    m_scales, v_scales = scales
+    underflows = False
+    if F.exp_avg_sq == tl.uint8:
         underflows = may_underflow(v_scales)
     return m_scales, v_scales, underflows
 

@@ -20,7 +20,7 @@ from optim_kernels._dtensors import is_wrapper
 from optim_kernels._options import are_numbers, check_scalars, check_switches, check_values
 from optim_kernels.functional._adamw_scalars import hyperparameter_rows, without_rates, write_betas
 from optim_kernels.functional._adamw_tensor import PlannedTensor, addresses
-from optim_kernels.functional._adamw_tuning import Tuning, code_chunks, tuning
+from optim_kernels.functional._adamw_tuning import Tuning, code_chunks, division_of_one, tuning
 from optim_kernels.functional._device_scalars import as_scalar, on_device, readable
 from optim_kernels.functional._lists import description
 from optim_kernels.multi_tensor import (
@@ -75,7 +75,9 @@ class AdamWLaunch:
         # the kernel's integer arguments, which stay as long as the gradients do, and a lone tensor's learning rate
         self._numbers: tuple[int, ...] = ()
         self._lr: tuple[int, ...] = ()
-        self._chunks: ChunkMap
+        # programs and the kernel's ``num_full``; the map of a list's chunks
+        self._division: tuple[int, int]
+        self._map: Tensor | None = None
         self._rows: list[Record]
 
     def refresh(self, grads: TensorList) -> None:
@@ -93,7 +95,7 @@ class AdamWLaunch:
         aligned = [own and address % ALIGNMENT == 0 for own, address in zip(self._own_aligned, addresses)]
         if aligned != self._aligned:
             self._cut(aligned)
-        self._numbers = (self._chunks.num_chunks, self._chunks.num_full)
+        self._numbers = self._division
         if self._is_of_one:
             self._numbers += self._arguments_of_one(addresses[0])
         else:
@@ -133,19 +135,27 @@ class AdamWLaunch:
         on_gpu = self._device.type == "cuda"
         num_multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 1
         tuned = tuning(self._signature, numels, num_multiprocessors)
-        sizes = [ChunkSize(tuned.chunk)] if tuned.chunk else code_chunks(num_multiprocessors)
-        self._chunks = ChunkMap.build(numels, aligned, sizes, self._device, granule=tuned.chunk or 2 * tuned.tile)
+        alone = division_of_one(numels[0], aligned[0], tuned, num_multiprocessors) if len(numels) == 1 else None
+        # a list's tables are others than those of one tensor
+        self._is_of_one, self._map, self._lr = alone is not None, None, ()
+        self._scalars, self._grad_rows, self._is_uploaded = (), b"", False
+        if alone is not None:
+            self._division, counts = alone, [alone[0]]
+            if not tuned.chunk and numels[0] % tuned.tile == 0:
+                tuned = tuned._replace(tail_tile=0)
+        else:
+            sizes = [ChunkSize(tuned.chunk)] if tuned.chunk else code_chunks(num_multiprocessors)
+            chunks = ChunkMap.build(numels, aligned, sizes, self._device, granule=tuned.chunk or 2 * tuned.tile)
+            self._division, counts, self._map = (chunks.num_chunks, chunks.num_full), chunks.counts, chunks.words
         count = len(self._slots)
         self._counters = torch.zeros(count, dtype=torch.int32, device=self._device)
-        self._memos = torch.zeros(count, MEMOS_SIZE, dtype=torch.float64, device=self._device)
+        self._memos = torch.zeros(count, MEMOS_SIZE, dtype=torch.int64, device=self._device)
         self._one = torch.ones((), dtype=torch.float32, device=self._device)
         self._zero = torch.zeros((), dtype=torch.float32, device=self._device)
         slot_chunks = dict.fromkeys(self._slots, 0)
-        for member, count in zip(self._members, self._chunks.counts):
+        for member, count in zip(self._members, counts):
             slot_chunks[member.step.data_ptr()] += count
         self._rows = [self._record(member, slot_chunks) for member in self._members]
-        # a lone tensor in chunks of one size needs no map
-        self._is_of_one = len(self._members) == 1 and tuned.chunk > 0
         if not self._is_of_one:
             self._records.update(array("q", chain.from_iterable(self._rows)).tobytes())
         self._launch = self._bound_kernel(tuned)
@@ -169,7 +179,7 @@ class AdamWLaunch:
         )
         return Launch.overlapping(
             kernels.adamw_kernel_of_one if self._is_of_one else kernels.adamw_kernel,
-            self._chunks.num_chunks,
+            self._division[0],
             (tuned.chunk, tuned.tile, tuned.tail_tile, stored),
             self._device,
             overlap=ALONE if self._total == 1 else LATER if self._order else FIRST,
@@ -223,7 +233,7 @@ class AdamWLaunch:
         if not self._is_uploaded:
             self._upload()
         if not numbers and any(on_device(beta) for each in scalars for beta in (each.beta1, each.beta2)):
-            write_betas(self._scalars_view.view(len(scalars), -1), scalars)
+            write_betas(self._scalars_view, scalars)
         self._factors = (
             as_scalar(clip_factor, self._one),
             as_scalar(grad_scale, self._one),
@@ -232,12 +242,12 @@ class AdamWLaunch:
 
     def run(self) -> None:
         """Launch on the current stream."""
-        chunks = self._chunks
         if is_capturing(self._device):
             self._records.keep_for_graph()
             self._changing.keep_for_graph()
-            keep_for_graphs(chunks.words, self._counters, self._memos, self._one, self._zero)
-            keep_for_graphs(*self._scalar_tensors, *self.copies)
+            keep_for_graphs(self._counters, self._memos, self._one, self._zero, *self._scalar_tensors, *self.copies)
+            if self._map is not None:
+                keep_for_graphs(self._map)
         self._launch(self._tensors(), self._numbers + self._lr)
 
     def again(self) -> Callable[[], None]:
@@ -247,9 +257,9 @@ class AdamWLaunch:
     def _tensors(self) -> tuple[Tensor, ...]:
         """The tensors that the kernel takes, but for a lone tensor's, whose addresses are among its numbers."""
         changing = (self._scalars_view, self._counters, self._memos, *self._factors)
-        if self._is_of_one:
+        if self._map is None:
             return changing
-        return (self._chunks.words, self._records.words, self._grads_view, *changing)
+        return (self._map, self._records.words, self._grads_view, *changing)
 
     def _arguments_of_one(self, grad: int) -> tuple[int, ...]:
         """The kernel's arguments for a lone tensor, with its gradient at address ``grad``."""
@@ -300,7 +310,7 @@ class AdamWLaunch:
         if self._changing.update(self._grad_rows + self._scalar_rows):
             split = len(self._grad_rows) // 8
             self._grads_view = self._changing.part(0, split)
-            self._scalars_view = self._changing.part(split, dtype=torch.float64)
+            self._scalars_view = self._changing.part(split)
         self._is_uploaded = not is_capturing(self._device)
 
 

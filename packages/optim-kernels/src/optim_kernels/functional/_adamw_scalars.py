@@ -1,4 +1,4 @@
-"""The hyperparameters of all groups as the kernels read them: rows of fp64 numbers.
+"""The hyperparameters of all groups as the kernels read them: rows of ``_kernels.adamw_update``.
 
 The host writes Python numbers. For a learning rate on the device it writes the address, which the kernel follows; betas
 on the device are copied into their row on the device. So a tensor is read when the step runs, also when a CUDA graph
@@ -18,52 +18,55 @@ from optim_kernels._dtensors import whole
 from optim_kernels.functional._device_scalars import on_device
 from optim_kernels.reference.adamw import AdamWScalars
 
-# numbers of a group
-ROW_SIZE = 9
+# words of a row, and which of them are β1 and β2 in fp64, rates, β1 and β2 in fp32, and parts
+ROW_SIZE = 10
+_BETA, _RATES, _BETAS, _PARTS = 1, 6, 7, 8
 
 
 def hyperparameter_rows(scalars: Sequence[AdamWScalars]) -> bytes:
-    """The table of the groups (``adamw_kernels.Hyperparameters``); betas on the device are left to ``write_betas``."""
-    rows = array("d")
-    for each in scalars:
-        rows.extend(_row(each))
-    return rows.tobytes()
+    """The table of the groups; betas on the device are left to ``write_betas``."""
+    return b"".join(map(_row, scalars))
 
 
 def without_rates(rows: bytes) -> tuple[Sequence[int], bytes]:
-    """The patterns of the groups' learning rates, and the table with zeros in place of them."""
+    """The groups' rates, and the table with zeros in place of them."""
     words = array("q", rows)
-    rates = words[::ROW_SIZE]
-    words[::ROW_SIZE] = array("q", bytes(8 * len(rates)))
+    rates = words[_RATES::ROW_SIZE]
+    words[_RATES::ROW_SIZE] = array("q", bytes(8 * len(rates)))
     return rates, words.tobytes()
 
 
-def _row(scalars: AdamWScalars) -> list[float]:
-    lr = scalars.lr
+def _row(scalars: AdamWScalars) -> bytes:
+    lr, weight_decay = scalars.lr, scalars.weight_decay
     # NaN holds the place of a beta on the device: no number is equal to it, so a change to one is noticed
     beta1 = math.nan if on_device(scalars.beta1) else float(scalars.beta1)
     beta2 = math.nan if on_device(scalars.beta2) else float(scalars.beta2)
-    address = 0.0
+    address = 0
     if on_device(lr):
-        (address,), lr = array("d", array("q", [lr.data_ptr()]).tobytes()), 0.0
-    return [
-        float(lr),
-        address,
-        beta1,
-        beta2,
-        math.log2(beta1) if beta1 > 0 else -math.inf,
-        math.log2(beta2) if beta2 > 0 else -math.inf,
-        scalars.eps,
-        scalars.weight_decay,
-        -1.0 if scalars.maximize else 1.0,
-    ]
+        address, lr = lr.data_ptr(), 0.0
+    lr = float(lr)
+    logs = (math.log2(beta) if beta > 0 else -math.inf for beta in (beta1, beta2))
+    sign = _sign(scalars)
+    halves = array("f", [lr, lr * weight_decay, beta1, beta2, sign * (1.0 - beta1), 1.0 - beta2, scalars.eps, 0.0])
+    # the root of the fp32 number, rounded to fp32: fp64 has the digits to round it as fp32 arithmetic would
+    halves[5] = sign * math.sqrt(halves[5])
+    numbers = array("d", [beta1, beta2, *logs, weight_decay])
+    return array("q", [address]).tobytes() + numbers.tobytes() + halves.tobytes()
+
+
+def _sign(scalars: AdamWScalars) -> float:
+    return -1.0 if scalars.maximize else 1.0
 
 
 def write_betas(table: Tensor, scalars: Sequence[AdamWScalars]) -> None:
-    """Fill in the betas that are on a device: ``β1, β2, log2 β1, log2 β2`` from the third column on, in fp64."""
-    for row, each in zip(table, scalars, strict=True):
-        for column, beta in enumerate((each.beta1, each.beta2), start=2):
+    """Fill in the betas that are on a device, and what rows have of them, in a table (int64) of these groups."""
+    rows, halves = table.view(torch.float64), table.view(torch.float32)
+    for row, half, each in zip(rows.view(-1, ROW_SIZE), halves.view(-1, 2 * ROW_SIZE), scalars, strict=True):
+        for place, beta in enumerate((each.beta1, each.beta2)):
             if on_device(beta):
                 value = whole(beta).detach().reshape(()).double()
-                row[column].copy_(value)
-                torch.log2(value, out=row[column + 2])
+                row[_BETA + place].copy_(value)
+                torch.log2(value, out=row[_BETA + 2 + place])
+                half[2 * _BETAS + place].copy_(value)
+                part = (1.0 - value).float()
+                half[2 * _PARTS + place].copy_(_sign(each) * (part.sqrt() if place else part))

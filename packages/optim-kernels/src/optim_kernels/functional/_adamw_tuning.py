@@ -11,10 +11,9 @@ from optim_kernels._impl import is_interpreted
 from optim_kernels.functional._adamw_tensor import CODE_BLOCK, Signature
 from optim_kernels.multi_tensor import ChunkSize
 
-# for a lone small tensor in codes: elements of a tile, one block for each of four warps; and the elements per
-# multiprocessor up to which a chunk is one such tile, or two
-FOUR_BLOCKS = 4 * CODE_BLOCK
-MOST_IN_ONE, MOST_IN_TWO = 12 * FOUR_BLOCKS, 48 * FOUR_BLOCKS
+# one-warp programs with codes that a multiprocessor's registers hold, and the most blocks of one of a lone tensor's
+PROGRAMS = 28
+MOST_BLOCKS = 32
 
 
 class Tuning(NamedTuple):
@@ -34,17 +33,11 @@ def tuning(kind: Signature, numels: Sequence[int], num_multiprocessors: int) -> 
     """The fastest of the tunings measured on an H200 (``benchmarks/NOTES.md``), by the bytes read for an element.
 
     Narrow elements need few bytes and many instructions, so a program's fixed cost is spread over several tiles, and 64
-    or 72 registers hold two tiles; two tiles of wider elements would spill. With codes each warp has its own block. In
-    a list one warp is the whole program and waits for no other warp. In a lone small tensor, whose programs end soon
-    after they begin, a program has four warps.
+    or 72 registers hold two tiles; two tiles of wider elements would spill. With codes each warp has its own block, is
+    a whole program and waits for no other warp.
     """
     if torch.uint8 in (kind.exp_avg, kind.exp_avg_sq):
-        if is_interpreted():
-            return Tuning(0, CODE_BLOCK, CODE_BLOCK, 1)
-        if len(numels) == 1 and numels[0] <= num_multiprocessors * MOST_IN_TWO:
-            tiles = 1 if numels[0] <= num_multiprocessors * MOST_IN_ONE else 2
-            return Tuning(tiles * FOUR_BLOCKS, FOUR_BLOCKS, FOUR_BLOCKS, 4, 72)
-        return Tuning(0, CODE_BLOCK, CODE_BLOCK, 1, 72)
+        return Tuning(0, CODE_BLOCK, CODE_BLOCK, 1, None if is_interpreted() else 72)
     if is_interpreted():
         return Tuning(4096, 4096, 4096, 1)
     read = sum(dtype.itemsize for dtype in (kind.param, kind.grad, kind.exp_avg, kind.exp_avg_sq))
@@ -60,6 +53,20 @@ def tuning(kind: Signature, numels: Sequence[int], num_multiprocessors: int) -> 
     return Tuning(1024, 1024, 128, 2)
 
 
+def division_of_one(numel: int, is_aligned: bool, tuned: Tuning, num_multiprocessors: int) -> tuple[int, int] | None:
+    """Programs of a lone tensor, and ``num_full`` for the kernel; ``None`` if it has to be treated as a list.
+
+    With codes all programs are on the device at once and share the blocks equally.
+    """
+    if tuned.chunk:
+        return max(1, -(-numel // tuned.chunk)), numel // tuned.chunk if is_aligned else 0
+    num_blocks = numel // tuned.tile
+    num_parts = min(num_blocks, PROGRAMS * num_multiprocessors)
+    if not is_aligned or num_parts == 0 or num_blocks > num_parts * MOST_BLOCKS:
+        return None
+    return num_parts + (numel % tuned.tile > 0), num_blocks // num_parts
+
+
 def code_chunks(num_multiprocessors: int) -> list[ChunkSize]:
     """Chunks of 4, 8, 16 and then 24 blocks of codes, from the front of the list, whose programs come last.
 
@@ -68,6 +75,6 @@ def code_chunks(num_multiprocessors: int) -> list[ChunkSize]:
     28 one-warp programs that a multiprocessor's registers hold. None has more blocks than
     ``_kernels.moment_scales.MOST_BLOCKS``.
     """
-    programs = 28 * num_multiprocessors
+    programs = PROGRAMS * num_multiprocessors
     sizes = [(count * programs, blocks * CODE_BLOCK) for count, blocks in ((2, 4), (1, 8), (1, 16))]
     return [*(ChunkSize(size, count * size) for count, size in sizes), ChunkSize(24 * CODE_BLOCK)]

@@ -1,0 +1,84 @@
+"""What the host writes for AdamW's kernels of a group's hyperparameters: rounded as fp32 arithmetic would round."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from optim_kernels.functional import _adamw_scalars
+from optim_kernels.functional._adamw_scalars import ROW_SIZE, hyperparameter_rows, without_rates, write_betas
+from optim_kernels.reference.adamw import AdamWScalars
+
+pytest.importorskip("triton")
+from optim_kernels._kernels import adamw_update
+
+BETA = st.floats(0.0, 1.0, exclude_max=True)
+GROUP = st.builds(
+    AdamWScalars,
+    lr=st.floats(0.0, 10.0),
+    beta1=BETA,
+    beta2=BETA,
+    eps=st.floats(0.0, 1.0),
+    weight_decay=st.floats(0.0, 1.0),
+    maximize=st.booleans(),
+)
+PLACE = {name: place for place, name in enumerate(adamw_update.ROW)}
+
+
+def test_the_kernels_rows_are_the_hosts() -> None:
+    assert len(adamw_update.ROW) == ROW_SIZE
+    places = (_adamw_scalars._BETA, _adamw_scalars._RATES, _adamw_scalars._BETAS, _adamw_scalars._PARTS)
+    assert places == tuple(PLACE[name] for name in ("beta1", "rates", "betas", "parts"))
+
+
+@settings(deadline=None)
+@given(st.lists(GROUP, min_size=1, max_size=3))
+def test_numbers_are_rounded_once(groups: list[AdamWScalars]) -> None:
+    rows = np.frombuffer(hyperparameter_rows(groups), np.int64).reshape(-1, ROW_SIZE)
+    for row, group in zip(rows, groups, strict=True):
+        assert row[PLACE["lr_address"]] == 0
+        doubles, (rates, betas, parts, eps) = (
+            row.view(np.float64),
+            row.view(np.float32).reshape(-1, 2)[PLACE["rates"] :],
+        )
+        assert doubles[PLACE["beta1"]] == group.beta1
+        assert doubles[PLACE["beta2"]] == group.beta2
+        assert doubles[PLACE["weight_decay"]] == group.weight_decay
+        for name, beta in (("log2_beta1", group.beta1), ("log2_beta2", group.beta2)):
+            assert 2 ** doubles[PLACE[name]] == pytest.approx(beta, rel=1e-12)
+        sign = np.float32(-1 if group.maximize else 1)
+        assert rates.tolist() == [np.float32(group.lr), np.float32(group.lr * group.weight_decay)]
+        assert betas.tolist() == [np.float32(group.beta1), np.float32(group.beta2)]
+        assert parts.tolist() == [sign * np.float32(1 - group.beta1), sign * np.sqrt(np.float32(1 - group.beta2))]
+        assert eps.tolist() == [np.float32(group.eps), 0]
+    rates, others = without_rates(rows.tobytes())
+    assert list(rates) == rows[:, PLACE["rates"]].tolist()
+    rows = rows.copy()
+    rows[:, PLACE["rates"]] = 0
+    assert others == rows.tobytes()
+
+
+@settings(deadline=None)
+@given(st.lists(GROUP, min_size=1, max_size=3), st.data())
+def test_betas_on_a_device_give_the_same_rows(groups: list[AdamWScalars], data: st.DataObject) -> None:
+    expected = torch.frombuffer(bytearray(hyperparameter_rows(groups)), dtype=torch.int64)
+
+    def moved(group: AdamWScalars) -> AdamWScalars:
+        names = data.draw(st.sets(st.sampled_from(["beta1", "beta2"])))
+        return group._replace(**{name: torch.tensor(getattr(group, name), dtype=torch.float64) for name in names})
+
+    groups = [moved(group) for group in groups]
+    with pytest.MonkeyPatch.context() as patch:
+        # what is here a tensor of the host stands for one of a device
+        patch.setattr(_adamw_scalars, "on_device", lambda value: isinstance(value, Tensor))
+        found = torch.frombuffer(bytearray(hyperparameter_rows(groups)), dtype=torch.int64)
+        write_betas(found, groups)
+    logs = [PLACE["log2_beta1"], PLACE["log2_beta2"]]
+    found, expected = found.view(-1, ROW_SIZE), expected.view(-1, ROW_SIZE)
+    torch.testing.assert_close(found.view(torch.float64)[:, logs], expected.view(torch.float64)[:, logs])
+    found[:, logs] = expected[:, logs] = 0
+    assert torch.equal(found, expected)
