@@ -16,7 +16,6 @@ from optim_kernels._kernels.adamw_tiles import (
     with_underflow,
 )
 from optim_kernels._kernels.adamw_update import adamw, leave_memo, read_group, scalars_of_step
-from optim_kernels._kernels.moment_scales import BLOCK
 from optim_kernels._kernels.step_counts import advance, arrive
 from optim_kernels._triton import div_rn, tl, triton
 from optim_kernels.reference.storage import NO_MASTER
@@ -58,7 +57,7 @@ def update_chunk(
         row, rates: as for ``read_group``.
         num_others: how many other programs share this step count; the last program to arrive stores the next count.
     """
-    stored_scales = scales_of_chunk(scale_addresses, first, end, TILE // BLOCK, F)
+    stored_scales = scales_of_chunk(scale_addresses, first, end, F)
     if is_full:
         offset = first
         tile = read_tile(places, offset, True, TILE, F, False)

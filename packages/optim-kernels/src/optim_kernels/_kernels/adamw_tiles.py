@@ -182,13 +182,13 @@ def _store_codes(address, offset, mask, words, MASKED: tl.constexpr):
 
 
 @triton.jit
-def scales_of_chunk(scale_addresses, first, end, WARPS: tl.constexpr, F: tl.constexpr):
+def scales_of_chunk(scale_addresses, first, end, F: tl.constexpr):
     """Load the scales of a chunk's codes, of first and second moments, for ``with_underflow``."""
     m_scales, v_scales = 0.0, 0.0
     if F.exp_avg == tl.uint8:
-        m_scales = read_scales(scale_addresses[0], first, end, WARPS)
+        m_scales = read_scales(scale_addresses[0], first, end)
     if F.exp_avg_sq == tl.uint8:
-        v_scales = read_scales(scale_addresses[1], first, end, WARPS)
+        v_scales = read_scales(scale_addresses[1], first, end)
     return m_scales, v_scales
 
 

@@ -1,7 +1,7 @@
 """Moments in 8 bits: CUBIC8 for the first, QUINTIC8_UNSIGNED for the second, as ``optim_utils.low_bit`` defines them.
 
-A tile is a block of 256 elements for each warp, eight of them in a row for each thread. With ``a`` a block's largest
-magnitude and ``f = m / 2**D`` for code m:
+A tile is a block of 256 elements, eight of them in a row for each thread of a warp. With ``a`` its largest magnitude
+and ``f = m / 2**D`` for code m:
 
     decode:  f³ · scale  (signs, D = 7);  f⁵ · scale  (D = 8)
     encode:  scale = a / peak, y = |x| · peak / a, m = y^(1/3) or y^(1/5) in units of 2**-D, rounded
@@ -9,16 +9,16 @@ magnitude and ``f = m / 2**D`` for code m:
 The GPU's approximate logarithm and power give the root, a little too low. It is rounded by adding a number so large
 that its last bit is worth ``2**-D``: the low byte of the sum is m. A root a little too high is rounded too, but only in
 sum: all those of a thread are added to one such number. If that sum is the sum of the codes, no edge between two codes
-lies between the low root and the high one, and the codes are exact. In a twelfth of the blocks the sums differ; tiles
-with such a block compare y with the edge between the two codes, as the format defines it. So do tiles whose blocks have
-a code of zero, which only zero may have, numbers that are not finite, or a largest magnitude without a reciprocal:
-their sum is NaN or another value that no codes give.
+lies between the low root and the high one, and the codes are exact. In a twelfth of the blocks the sums differ; then y
+is compared with the edge between the two codes, as the format defines it. So it is in blocks that have a code of zero,
+which only zero may have, numbers that are not finite, or a largest magnitude without a reciprocal: their sum is NaN or
+another value that no codes give.
 """
 
 from __future__ import annotations
 
 from optim_kernels._kernels.approximations import known_again, power_approx, rcp_approx
-from optim_kernels._kernels.moment_scales import FIRST_PEAK, FP32_MAX, SECOND_PEAK, for_elements, for_threads, of_warps
+from optim_kernels._kernels.moment_scales import FIRST_PEAK, FP32_MAX, SECOND_PEAK
 from optim_kernels._triton import INTERPRETED, div_rn, tl, triton
 
 _SMALL = tl.constexpr(2.0**-80)
@@ -104,7 +104,7 @@ def decode_second(codes, scale, underflows):
 
 @triton.jit
 def encode(m, v, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """Codes of a tile's first moments, second moments or both, and the largest magnitudes of its blocks.
+    """Codes of a tile's first moments, second moments or both, and their largest magnitudes.
 
     A thread's eight codes are in two words (int32), in the order of its elements.
     """
@@ -129,9 +129,9 @@ def encode(m, v, FIRST: tl.constexpr, SECOND: tl.constexpr):
 
 @triton.jit
 def _round_first(x, estimate):
-    """Codes of a tile's first moments, its largest magnitudes, and ``estimate`` with these codes and roots added."""
+    """Codes of a tile's first moments, their largest magnitude, and ``estimate`` with these codes and roots added."""
     largest = _largest(x, True)
-    root = power_approx(tl.abs(x) * for_elements(rcp_approx(largest) * (FIRST_PEAK * (1.0 - 3 * LOWER))), 1 / 3)
+    root = power_approx(tl.abs(x) * (rcp_approx(largest) * (FIRST_PEAK * (1.0 - 3 * LOWER))), 1 / 3)
     sign = x.to(tl.int32, bitcast=True) & -0x80000000
     signed = (root.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     # half of the large number (65536) is added once more, so that below zero the low byte is two's complement
@@ -146,9 +146,9 @@ def _round_first(x, estimate):
 
 @triton.jit
 def _round_second(x, estimate):
-    """Codes of a tile's second moments, its largest magnitudes, and ``estimate`` with these codes and roots added."""
+    """Codes of a tile's second moments, their largest magnitude, and ``estimate`` with these codes and roots added."""
     largest = _largest(x, False)
-    root = power_approx(tl.abs(x) * for_elements(rcp_approx(largest) * (SECOND_PEAK * (1.0 - 5 * LOWER))), 1 / 5)
+    root = power_approx(tl.abs(x) * (rcp_approx(largest) * (SECOND_PEAK * (1.0 - 5 * LOWER))), 1 / 5)
     words = _packed(root + 32768.0)
     total, codes = estimate
     total = _with_roots(total, root, WIDER)
@@ -328,7 +328,7 @@ def _largest_of_three(a, b, c):
 
 @triton.jit
 def _largest(x, SIGNED: tl.constexpr):
-    """For each thread its block's largest magnitude, NaN if one is; without ``SIGNED`` no number is below zero."""
+    """The block's largest magnitude, NaN if one is; without ``SIGNED`` no number is below zero."""
     # first within a thread, then over the warp, which has an instruction for integers: patterns of magnitudes are
     # ordered as the numbers are, and NaN is the largest
     if INTERPRETED:
@@ -344,7 +344,7 @@ def _largest(x, SIGNED: tl.constexpr):
         x0, x1, x2, x3, x4, x5, x6, x7 = _eight(x.to(tl.int32, bitcast=True))
         own = _largest_of_three(_largest_of_three(_largest_of_three(x0, x1, x2), x3, x4), x5, x6)
         own = tl.maximum(own, x7)
-    return for_threads(tl.max(of_warps(own), axis=1)).to(tl.float32, bitcast=True)
+    return tl.max(own, axis=0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -354,4 +354,4 @@ def _scaled(x, largest, PEAK: tl.constexpr):
     up = tl.where(largest < _SMALL, _RAISE, 1.0)
     finite = largest <= FP32_MAX
     factor = tl.where(finite & (largest > 0.0), div_rn(1.0, largest * up) * PEAK, 0.0)
-    return tl.where(for_elements(finite), tl.abs(x), 0.0) * for_elements(up) * for_elements(factor)
+    return tl.where(finite, tl.abs(x), 0.0) * up * factor
