@@ -230,7 +230,7 @@ def adamw_kernel_of_one(
         end,
         True if TAIL_TILE == 0 else is_full,
         # the tensor's last chunk is the launch's first program, so the memo that it leaves delays no one
-        end == numel,
+        chunk == num_chunks - 1,
         (found_inf, wide(present).to(tl.pointer_type(tl.float32))),
         (clip_factor, grad_scale),
         hyperparameters + group * _ROW_SIZE,
