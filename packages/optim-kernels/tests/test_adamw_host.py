@@ -45,6 +45,9 @@ def test_only_what_changed_is_uploaded_and_in_one_table(uploads: list[int]) -> N
     assert uploads == []
     optimizer.param_groups[0]["lr"] = 0.5
     optimizer.step()
+    assert uploads == []
+    optimizer.param_groups[0]["eps"] = 1e-6
+    optimizer.step()
     assert len(uploads) == 1
     uploads.clear()
     old = renew_gradients(params)
@@ -52,6 +55,30 @@ def test_only_what_changed_is_uploaded_and_in_one_table(uploads: list[int]) -> N
     optimizer.step()
     assert len(uploads) == 2, "the norm's table and the step's"
     assert len(old) == len(params)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 4, 5])
+def test_the_learning_rates_of_few_groups_are_not_uploaded(num_groups: int, uploads: list[int]) -> None:
+    """Of up to four; with any number each group takes its own, as in an optimizer of its own."""
+    shapes = [[(40, 30), (7,)], [(300,), (11, 5)], [(1,), (64, 3)], [(129,), (2, 2)], [(17,), (31, 9)]][:num_groups]
+    params = [make_params(each) for each in shapes]
+    others = [[torch.nn.Parameter(p.detach().clone()) for p in group] for group in params]
+    ours = TritonAdamW([{"params": group, "weight_decay": 0.1 * i} for i, group in enumerate(params)], impl="triton")
+    apart = [TritonAdamW([{"params": group, "weight_decay": 0.1 * i}], impl="triton") for i, group in enumerate(others)]
+    for group, other in zip(params, others):
+        for p, q in zip(group, other):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+    for step in range(5):
+        for i, (group, optimizer) in enumerate(zip(ours.param_groups, apart)):
+            # the last one's stays, the first one's becomes zero
+            group["lr"] = optimizer.param_groups[0]["lr"] = 0.1 if i == 3 else 0.1 * (step % 4) / (1 + i)
+        uploads.clear()
+        ours.step()
+        assert step == 0 or len(uploads) == (num_groups > 4)
+        for optimizer in apart:
+            optimizer.step()
+        assert all(torch.equal(p, q) for group, other in zip(params, others) for p, q in zip(group, other))
 
 
 def test_the_learning_rate_of_a_tensor_alone_in_its_launch_is_not_uploaded(uploads: list[int]) -> None:
@@ -358,7 +385,7 @@ def test_kernels_that_were_made_ready_for_another_step_are_made_ready_again() ->
 
 
 @pytest.mark.parametrize("event", ["failed", "captured"])
-def test_a_learning_rate_that_changes_is_what_the_launch_reads(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_change_are_what_the_launch_reads(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where its upload fails at the end, so that the step is never taken, or makes another table for a graph."""
     upload = multi_tensor.upload
 
@@ -372,20 +399,21 @@ def test_a_learning_rate_that_changes_is_what_the_launch_reads(event: str, monke
         q.grad = p.grad
     ours, expected = TritonAdamW(params, lr=0.1, impl="triton"), TritonAdamW(others, lr=0.1, impl="triton")
     (group,) = ours.param_groups
-    rates = [0.1, 0.1, 0.2, 0.2, 0.1]
-    for turn, group["lr"] in enumerate(rates):
+    # the learning rate is an argument, eps is uploaded
+    numbers = [(0.1, 1e-8), (0.1, 1e-8), (0.2, 1e-2), (0.2, 1e-2), (0.1, 1e-8)]
+    for turn, (group["lr"], group["eps"]) in enumerate(numbers):
         if turn == 3 and event == "failed":
-            group["lr"] = 0.5
+            group["lr"], group["eps"] = 0.5, 0.1
             with monkeypatch.context() as patch, pytest.raises(MemoryError):
                 patch.setattr(multi_tensor, "upload", fail)
                 ours.step()
-            group["lr"] = rates[3]
+            group["lr"], group["eps"] = numbers[3]
         if turn == 1 and event == "captured":
             assert ours._prepared is not None
             assert ours._prepared.kernels is not None
             for launch in ours._prepared.kernels.plan._launches:
                 launch._changing.keep_for_graph()
-        expected.param_groups[0]["lr"] = rates[turn]
+        expected.param_groups[0].update(lr=group["lr"], eps=group["eps"])
         # so that nothing is taken for known
         expected._forget()
         ours.step()

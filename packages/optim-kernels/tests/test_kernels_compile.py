@@ -117,7 +117,7 @@ ARGUMENTS = {
     "fp32": "alpha beta eps max_norm norm_scale omega",
     # of AdamW's kernel of one tensor
     "i64": "exp_avg exp_avg_scale exp_avg_sq exp_avg_sq_scale grad group master max_exp_avg_sq numel param "
-    "place present rates seed slice_stride start step",
+    "place present rates rates0 rates1 rates2 rates3 seed slice_stride start step",
 }
 TYPES = {name: type for type, names in ARGUMENTS.items() for name in names.split()}
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}

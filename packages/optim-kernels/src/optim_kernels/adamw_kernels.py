@@ -86,7 +86,20 @@ _ROW_SIZE = tl.constexpr(ROW_SIZE)
 _MEMOS_SIZE = tl.constexpr(MEMOS_SIZE)
 
 
-@triton.jit(do_not_specialize=["clip_factor", "grad_scale", "found_inf", "num_chunks", "num_full"])
+_LIST_NUMBERS = [
+    "clip_factor",
+    "grad_scale",
+    "found_inf",
+    "num_chunks",
+    "num_full",
+    "rates0",
+    "rates1",
+    "rates2",
+    "rates3",
+]
+
+
+@triton.jit(do_not_specialize=_LIST_NUMBERS)
 def adamw_kernel(
     chunks,
     records,
@@ -99,13 +112,22 @@ def adamw_kernel(
     found_inf,
     num_chunks,
     num_full,
+    rates0: tl.int64,
+    rates1: tl.int64,
+    rates2: tl.int64,
+    rates3: tl.int64,
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
     TAIL_TILE: tl.constexpr,
     F: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Update one chunk, the last chunks first: clipping has just read their gradients, so L2 still has them."""
+    """Update one chunk, the last chunks first: clipping has just read their gradients, so L2 still has them.
+
+    The learning rates, which schedulers change in each step, and the decays, which go with them, are arguments where
+    there are up to four groups: to upload others would delay host and device. Of more groups they are in the rows, and
+    the arguments are 0, as rows' rates are otherwise.
+    """
     after_previous(OVERLAP)
     chunk = num_chunks - 1 - tl.program_id(0)
     tensor, first, size = read_chunk(chunks, chunk)
@@ -121,6 +143,9 @@ def adamw_kernel(
     )
     numel = tl.load(record + _NUMEL)
     slot = tl.load(record + _SLOT)
+    group = tl.load(record + _GROUP)
+    rates = tl.where(group == 0, wide(rates0), tl.where(group == 1, wide(rates1), wide(rates2)))
+    rates = tl.where(group == 3, wide(rates3), rates)
     update_chunk(
         places,
         (tl.load(record + _EXP_AVG_SCALE), tl.load(record + _EXP_AVG_SQ_SCALE)),
@@ -130,8 +155,8 @@ def adamw_kernel(
         False,
         (found_inf, tl.load(record + _PRESENT).to(tl.pointer_type(tl.float32))),
         (clip_factor, grad_scale),
-        hyperparameters + tl.load(record + _GROUP) * _ROW_SIZE,
-        0,
+        hyperparameters + group * _ROW_SIZE,
+        rates,
         tl.load(record + _STEP).to(tl.pointer_type(tl.float32)),
         (tl.load(record + _SEED), tl.load(record + _PLACE), tl.load(record + _START)),
         memos + slot * _MEMOS_SIZE,
@@ -210,8 +235,7 @@ def adamw_kernel_of_one(
     Its chunks have one size, or with a CHUNK of 0 they are its tiles in equal parts: ``num_full`` tiles a program, and
     one more for those that start first. What is left of a tile has a program of its own, unless TAIL_TILE is 0.
 
-    The learning rate, which schedulers change in each step, is an argument, and so is the decay, which goes with it: to
-    upload others would take the host as long as the rest of a step.
+    The group's learning rate and decay are always an argument.
     """
     after_previous(OVERLAP)
     chunk = num_chunks - 1 - tl.program_id(0)

@@ -62,11 +62,11 @@ def _pair(word):
 def read_group(row, rates, memo, MEMO: tl.constexpr):
     """Load a group's row and, with ``MEMO``, its two memos, for ``scalars_of_step``; nothing here waits for memory.
 
-    With ``MEMO`` the learning rate and the decay are not in the row but in ``rates``, a word of the same form.
+    ``rates`` is what the row has a 0 for, or 0; with ``MEMO`` the row's own is not read.
     """
     numbers = (
         tl.load(row + _LR_ADDRESS),
-        wide(rates) if MEMO else tl.load(row + _RATES),
+        wide(rates) if MEMO else rates | tl.load(row + _RATES),
         tl.load(row + _BETAS),
         tl.load(row + _PARTS),
         tl.load(row + _EPS),

@@ -2,8 +2,9 @@
 
 There are three tables. The chunk map and the records of the plan's tensors stay; the third table holds what a step may
 change: first an ``address, slice stride`` for each gradient, then a row of hyperparameters for each group. A step in
-which nothing changed uploads nothing, any other step uploads the third table in one copy. A lone tensor needs no
-records: arguments of the kernel say where it is, and what its learning rate is.
+which nothing changed uploads nothing, nor does one with other learning rates, which are arguments of the kernel where
+there are few groups; any other step uploads the third table in one copy. A lone tensor needs no records: arguments say
+where it is.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from optim_kernels._dtensors import is_wrapper
 from optim_kernels._options import are_numbers, check_scalars, check_switches, check_values
-from optim_kernels.functional._adamw_scalars import hyperparameter_rows, without_rates, write_betas
+from optim_kernels.functional._adamw_scalars import MOST_RATES, hyperparameter_rows, without_rates, write_betas
 from optim_kernels.functional._adamw_tensor import PlannedTensor, addresses
 from optim_kernels.functional._adamw_tuning import Tuning, code_chunks, division_of_one, tuning
 from optim_kernels.functional._device_scalars import as_scalar, on_device, readable
@@ -72,9 +73,9 @@ class AdamWLaunch:
         # clip factor, gradient scale, found_inf
         self._factors: tuple[Tensor, ...] = ()
         self._is_of_one = False
-        # the kernel's integer arguments, which stay as long as the gradients do, and a lone tensor's learning rate
+        # the kernel's integer arguments, which stay as long as the gradients do, and rates
         self._numbers: tuple[int, ...] = ()
-        self._lr: tuple[int, ...] = ()
+        self._rates: tuple[int, ...] = ()
         # programs and the kernel's ``num_full``; the map of a list's chunks
         self._division: tuple[int, int]
         self._map: Tensor | None = None
@@ -137,7 +138,7 @@ class AdamWLaunch:
         tuned = tuning(self._signature, numels, num_multiprocessors)
         alone = division_of_one(numels[0], aligned[0], tuned, num_multiprocessors) if len(numels) == 1 else None
         # a list's tables are others than those of one tensor
-        self._is_of_one, self._map, self._lr = alone is not None, None, ()
+        self._is_of_one, self._map, self._rates = alone is not None, None, ()
         self._scalars, self._grad_rows, self._is_uploaded = (), b"", False
         if alone is not None:
             self._division, counts = alone, [alone[0]]
@@ -248,11 +249,11 @@ class AdamWLaunch:
             keep_for_graphs(self._counters, self._memos, self._one, self._zero, *self._scalar_tensors, *self.copies)
             if self._map is not None:
                 keep_for_graphs(self._map)
-        self._launch(self._tensors(), self._numbers + self._lr)
+        self._launch(self._tensors(), self._numbers + self._rates)
 
     def again(self) -> Callable[[], None]:
         """The launch of ``run`` outside of captures, as it is until the next ``refresh`` or ``get_ready``."""
-        return self._launch.bound(self._tensors(), self._numbers + self._lr)
+        return self._launch.bound(self._tensors(), self._numbers + self._rates)
 
     def _tensors(self) -> tuple[Tensor, ...]:
         """The tensors that the kernel takes, but for a lone tensor's, whose addresses are among its numbers."""
@@ -285,11 +286,11 @@ class AdamWLaunch:
 
     def renumber(self, scalars: Sequence[AdamWScalars]) -> bool:
         """Take other hyperparameters, all of them Python numbers; whether `again` is another launch by that."""
-        before = self._scalars_view, self._lr
+        before = self._scalars_view, self._rates
         self._set_scalars(scalars, True)
         if not self._is_uploaded:
             self._upload()
-        return self._scalars_view is not before[0] or self._lr != before[1]
+        return self._scalars_view is not before[0] or self._rates != before[1]
 
     def _set_scalars(self, scalars: Sequence[AdamWScalars], numbers: bool) -> None:
         if not numbers:
@@ -298,7 +299,12 @@ class AdamWLaunch:
         rows = hyperparameter_rows(scalars)
         if self._is_of_one:
             rates, rows = without_rates(rows)
-            self._lr = (rates[self._rows[0].group],)
+            self._rates = (rates[self._rows[0].group],)
+        elif len(scalars) <= MOST_RATES:
+            rates, rows = without_rates(rows)
+            self._rates = (*rates, *[0] * (MOST_RATES - len(scalars)))
+        else:
+            self._rates = (0,) * MOST_RATES
         # a copy, because the caller may write to its list
         self._scalars = list(scalars) if numbers else ()
         self._scalar_tensors = [] if numbers else [v for each in scalars for v in each if isinstance(v, Tensor)]

@@ -21,6 +21,8 @@ from optim_kernels.reference.adamw import AdamWScalars
 # words of a row, and which of them are β1 and β2 in fp64, rates, β1 and β2 in fp32, and parts
 ROW_SIZE = 10
 _BETA, _RATES, _BETAS, _PARTS = 1, 6, 7, 8
+# of so many groups the kernel takes the rates as arguments
+MOST_RATES = 4
 
 
 def hyperparameter_rows(scalars: Sequence[AdamWScalars]) -> bytes:
@@ -48,7 +50,7 @@ def _row(scalars: AdamWScalars) -> bytes:
     logs = (math.log2(beta) if beta > 0 else -math.inf for beta in (beta1, beta2))
     sign = _sign(scalars)
     halves = array("f", [lr, lr * weight_decay, beta1, beta2, sign * (1.0 - beta1), 1.0 - beta2, scalars.eps, 0.0])
-    # the root of the fp32 number, rounded to fp32: fp64 has the digits to round it as fp32 arithmetic would
+    # the root of the fp32 number, found in fp64, which has the digits to round it to fp32 correctly
     halves[5] = sign * math.sqrt(halves[5])
     numbers = array("d", [beta1, beta2, *logs, weight_decay])
     return array("q", [address]).tobytes() + numbers.tobytes() + halves.tobytes()
@@ -68,5 +70,5 @@ def write_betas(table: Tensor, scalars: Sequence[AdamWScalars]) -> None:
                 row[_BETA + place].copy_(value)
                 torch.log2(value, out=row[_BETA + 2 + place])
                 half[2 * _BETAS + place].copy_(value)
-                part = (1.0 - value).float()
+                part = (1.0 - value).float().double()
                 half[2 * _PARTS + place].copy_(_sign(each) * (part.sqrt() if place else part))
