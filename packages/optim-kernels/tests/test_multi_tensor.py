@@ -210,3 +210,15 @@ def test_no_tensor_is_kept_alive() -> None:
     gone = weakref.ref(tensor)
     del tensor
     assert gone() is None
+
+
+def test_maps_are_made_where_torch_has_no_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def numpy(tensor: Tensor) -> None:
+        raise RuntimeError("Numpy is not available")
+
+    monkeypatch.setattr(Tensor, "numpy", numpy)
+    assert pieces(ChunkMap.build([300, 700], [True, True], [ChunkSize(512)], CPU)) == [
+        (1, 0, 512),
+        (0, 0, 512),
+        (1, 512, 256),
+    ]

@@ -90,7 +90,8 @@ class ChunkMap(NamedTuple):
                 counts[i] += len(words[-1])
         content = torch.cat(words)
         on_device = torch.empty(len(content), dtype=torch.int64, device=device)
-        upload(content.numpy().tobytes(), on_device)
+        # torch comes without numpy, too
+        upload(ctypes.string_at(content.data_ptr(), content.nbytes), on_device)
         return cls(on_device, num_full, len(content), counts)
 
 
