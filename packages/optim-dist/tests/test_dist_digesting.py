@@ -15,6 +15,7 @@ from optim_dist._checkpoint import digesting, manifest
 from optim_dist._checkpoint.digesting import CHUNK, NUM_CHUNKS, DigestingStream
 from optim_dist._checkpoint.manifest import write_durably
 from optim_dist._checkpoint.staging import on_host
+from optim_dist._optimizers.agreement import digest
 
 SIZES = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * NUM_CHUNKS * CHUNK + 17]
 
@@ -155,3 +156,17 @@ def test_files_are_checked_at_the_same_time(tmp_path, monkeypatch):
 
     monkeypatch.setattr(manifest, "file_digest", meet)
     checkpoint.load(tmp_path / "x", None, optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+def test_digests_are_those_of_the_bytes_with_numpy_or_without(monkeypatch, dtype):
+    def numpy(tensor):
+        raise RuntimeError("Numpy is not available")
+
+    tensors = [torch.arange(size).to(dtype) for size in (0, 1, 24)]
+    content = [bytes(each.view(torch.uint8).tolist()) for each in tensors]
+    monkeypatch.setattr(torch.Tensor, "numpy", numpy)
+    assert list(map(digest, tensors)) == [hashlib.sha256(each).hexdigest() for each in content]
+    # in memory order, also of what is not dense
+    assert digest(tensors[2].view(4, 6).t()) == digest(tensors[2])
+    assert digest(tensors[2][::2]) == digest(tensors[2][::2].clone())

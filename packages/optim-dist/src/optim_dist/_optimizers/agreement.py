@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -169,7 +170,9 @@ def check_step(found: Sequence[Sequence[float]], ranks: Sequence[int]) -> None:
 def digest(tensor: Tensor) -> str:
     """SHA-256 of the elements' bits, in memory order."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,)) if is_dense(tensor) else tensor.detach().reshape(-1)
-    return hashlib.sha256(flat.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
+    on_host = flat.cpu()
+    # torch comes without numpy, too
+    return hashlib.sha256(ctypes.string_at(on_host.data_ptr(), on_host.nbytes)).hexdigest()
 
 
 def _brief(described: list[Any] | None) -> str:
