@@ -170,7 +170,7 @@ def check_step(found: Sequence[Sequence[float]], ranks: Sequence[int]) -> None:
 def digest(tensor: Tensor) -> str:
     """SHA-256 of the elements' bits, in memory order."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,)) if is_dense(tensor) else tensor.detach().reshape(-1)
-    on_host = flat.cpu()
+    on_host = flat.cpu().contiguous()
     # torch comes without numpy, too
     return hashlib.sha256(ctypes.string_at(on_host.data_ptr(), on_host.nbytes)).hexdigest()
 
