@@ -20,7 +20,7 @@ from optim_kernels._triton import FUSED, tl, triton
 from optim_kernels.adamw_groups import init_state
 from optim_kernels.functional import _adamw_launch, _adamw_tuning, adamw_
 from optim_kernels.functional._adamw_tensor import CODE_BLOCK
-from optim_kernels.functional._adamw_tuning import PROGRAMS, Tuning, code_chunks, division_of_one
+from optim_kernels.functional._adamw_tuning import MOST_BLOCKS, PROGRAMS, Tuning, code_chunks, division_of_one
 from optim_utils.low_bit import (
     CUBIC8,
     DYNAMIC8,
@@ -152,6 +152,7 @@ def test_roots_are_between_their_estimates(power: int, first_exponent: int) -> N
 
 def test_a_warp_holds_the_scales_of_a_chunk() -> None:
     """And the chunks of a list go from few blocks at its front, whose programs come last, to as many as that."""
+    assert int(moment_scales.MOST_BLOCKS) >= MOST_BLOCKS
     sizes = code_chunks(132)
     assert [each.size for each in sizes] == sorted(each.size for each in sizes)
     assert sizes[-1].size <= int(moment_scales.MOST_BLOCKS) * CODE_BLOCK
@@ -165,7 +166,7 @@ def test_programs_share_a_lone_tensor_equally() -> None:
         shared = division_of_one(numel, True, tuned, multiprocessors)
         assert division_of_one(numel, False, tuned, multiprocessors) is None
         blocks, most = numel // CODE_BLOCK, PROGRAMS * multiprocessors
-        if blocks > most * int(moment_scales.MOST_BLOCKS):
+        if blocks > most * MOST_BLOCKS:
             assert shared is None
             continue
         assert shared is not None

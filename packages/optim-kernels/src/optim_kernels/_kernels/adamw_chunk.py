@@ -129,13 +129,11 @@ def _start(
     group = read_group(row, rates, memo, MEMO)
     t = tl.load(step_pointer) + 1.0
     keep = (tl.load(found_inf) == 0.0) & (tl.load(present) != 0.0)
-    scale, grad_scale = tl.load(clip_factor), tl.load(grad_scale)
+    scale = tl.load(clip_factor) * div_rn(1.0, tl.load(grad_scale))
     # ``arrive`` waits for t, during which no load is issued, and then begins the counter's round trip. Where tiles do
     # not hide that round trip (EARLY), the scalars do; elsewhere the scalars' loads go first
     if EARLY:
         arrived = arrive(counter, keep.to(tl.int32), t)
-    if grad_scale != 1.0:
-        scale *= div_rn(1.0, grad_scale)
     scalars = scalars_of_step(group, row, t, scale, MEMO)
     if not EARLY:
         arrived = arrive(counter, keep.to(tl.int32), t)

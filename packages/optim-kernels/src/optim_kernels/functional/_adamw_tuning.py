@@ -11,9 +11,10 @@ from optim_kernels._impl import is_interpreted
 from optim_kernels.functional._adamw_tensor import CODE_BLOCK, Signature
 from optim_kernels.multi_tensor import ChunkSize
 
-# one-warp programs with codes that a multiprocessor's registers hold, and the most blocks of one of a lone tensor's
+# one-warp programs with codes that a multiprocessor's registers hold, and how many blocks each of them may have of a
+# lone tensor: longer ones are cut as lists are
 PROGRAMS = 28
-MOST_BLOCKS = 32
+MOST_BLOCKS = 16
 
 
 class Tuning(NamedTuple):
