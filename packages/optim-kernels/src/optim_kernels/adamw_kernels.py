@@ -252,6 +252,7 @@ def adamw_kernel_of_one(
         (wide(exp_avg_scale), wide(exp_avg_sq_scale)),
         first,
         end,
+        # a constant, where nothing for tails is to be compiled: that takes registers from all programs
         True if TAIL_TILE == 0 else is_full,
         # the tensor's last chunk is the launch's first program, so the memo that it leaves delays no one
         chunk == num_chunks - 1,

@@ -238,7 +238,7 @@ class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
         """State per parameter, or as nanochat stacks it on a Muon group's first parameter."""
         if layout not in ("separate", "nanochat"):
             raise ValueError(f"layout must be 'separate' or 'nanochat', got {layout!r}")
-        return self._state_dict(*[_stacked] * (layout == "nanochat"))
+        return self._state_dict(_stacked) if layout == "nanochat" else self._state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, or nanochat's."""

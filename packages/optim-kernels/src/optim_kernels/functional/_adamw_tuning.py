@@ -34,8 +34,8 @@ def tuning(kind: Signature, numels: Sequence[int], num_multiprocessors: int) -> 
     """The fastest of the tunings measured on an H200 (``benchmarks/NOTES.md``), by the bytes read for an element.
 
     Narrow elements need few bytes and many instructions, so a program's fixed cost is spread over several tiles, and 64
-    or 72 registers hold two tiles; two tiles of wider elements would spill. With codes each warp has its own block, is
-    a whole program and waits for no other warp.
+    or 72 registers hold two tiles; two tiles of wider elements would spill. With codes a tile is a block, and a program
+    one warp, which waits for no other.
     """
     if torch.uint8 in (kind.exp_avg, kind.exp_avg_sq):
         return Tuning(0, CODE_BLOCK, CODE_BLOCK, 1, None if is_interpreted() else 72)
@@ -57,7 +57,7 @@ def tuning(kind: Signature, numels: Sequence[int], num_multiprocessors: int) -> 
 def division_of_one(numel: int, is_aligned: bool, tuned: Tuning, num_multiprocessors: int) -> tuple[int, int] | None:
     """Programs of a lone tensor, and ``num_full`` for the kernel; ``None`` if it has to be treated as a list.
 
-    With codes all programs are on the device at once and share the blocks equally.
+    With codes all programs are on the device at once and share the blocks equally (``adamw_kernel_of_one``).
     """
     if tuned.chunk:
         return max(1, -(-numel // tuned.chunk)), numel // tuned.chunk if is_aligned else 0
