@@ -198,19 +198,19 @@ def converted(
     This undoes torch's cast to the parameters' dtype (pytorch#43706), and lays state out like parameters. Moments
     become 8-bit codes where groups have these.
     """
-    converted: dict[str, Any] = {}
+    taken_over: dict[str, Any] = {}
 
     # hooks of the user's, which may replace the dict, come before this one
     def before(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        converted.update(convert(state_dict))
-        return converted
+        taken_over.update(convert(state_dict))
+        return taken_over
 
     def put_back(_: Optimizer) -> None:
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        saved_ids = chain.from_iterable(group["params"] for group in converted["param_groups"])
+        saved_ids = chain.from_iterable(group["params"] for group in taken_over["param_groups"])
         for parameter, saved_id in zip(parameters, saved_ids, strict=True):
-            if saved_id in converted["state"]:
-                saved = converted["state"][saved_id]
+            if saved_id in taken_over["state"]:
+                saved = taken_over["state"][saved_id]
                 optimizer.state[parameter] = {key: _laid_out(key, value, parameter) for key, value in saved.items()}
         for shard in optimizer.shards():
             optimizer.encode_state(shard)
