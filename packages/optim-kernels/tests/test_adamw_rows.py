@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from fresh_params import make_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from optim_kernels import TritonAdamW
 from optim_kernels.functional import _adamw_scalars
 from optim_kernels.functional._adamw_scalars import ROW_SIZE, hyperparameter_rows, without_rates, write_betas
 from optim_kernels.reference.adamw import AdamWScalars
@@ -82,3 +84,23 @@ def test_betas_on_a_device_give_the_same_rows(groups: list[AdamWScalars], data: 
     torch.testing.assert_close(found.view(torch.float64)[:, logs], expected.view(torch.float64)[:, logs])
     found[:, logs] = expected[:, logs] = 0
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("shapes", [[(40, 30)], [(40, 30), (7,)]], ids=["one", "two"])
+def test_a_beta_above_one_is_refused_before_anything_is_written(shapes: list[tuple[int, ...]]) -> None:
+    """As no root of 1 − β2 exists; in a loop that goes on the next step is as if nothing had been."""
+    params = make_params(shapes)
+    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    for p, q in zip(params, others):
+        q.grad = p.grad
+    ours, expected = (TritonAdamW(each, impl="triton") for each in (params, others))
+    for turn in range(3):
+        if turn:
+            ours.param_groups[0]["betas"] = (0.9, 1.5)
+            with pytest.raises(ValueError, match=r"betas\[1\] must be from 0 to below 1, got 1.5"):
+                ours.step()
+            ours.param_groups[0]["betas"] = (0.9, 0.999)
+        assert all(map(torch.equal, params, others))
+        ours.step()
+        expected.step()
+        assert all(map(torch.equal, params, others))
