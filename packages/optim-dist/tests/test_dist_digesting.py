@@ -6,6 +6,8 @@ import os
 import random
 import resource
 import threading
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from unittest import mock
 
 import pytest
 import torch
@@ -170,3 +172,15 @@ def test_digests_are_those_of_the_bytes_with_numpy_or_without(monkeypatch, dtype
     # in memory order, also of what is not dense
     assert digest(tensors[2].view(4, 6).t()) == digest(tensors[2])
     assert digest(tensors[2][::2]) == digest(tensors[2][::2].clone())
+
+
+@pytest.mark.parametrize("size", [2**31, 2**32 + 1])
+def test_digests_are_of_all_bytes_however_many(monkeypatch, size):
+    """Of pages that nothing is written to, which take no memory; their digests would take seconds."""
+    found = []
+    monkeypatch.setattr(hashlib, "sha256", lambda content: found.append(memoryview(content).nbytes) or mock.Mock())
+    with mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS) as pages:
+        tensor = torch.frombuffer(pages, dtype=torch.uint8)
+        digest(tensor)
+        del tensor
+    assert found == [size]

@@ -171,8 +171,8 @@ def digest(tensor: Tensor) -> str:
     """SHA-256 of the elements' bits, in memory order."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,)) if is_dense(tensor) else tensor.detach().reshape(-1)
     on_host = flat.cpu().contiguous()
-    # torch comes without numpy, too
-    return hashlib.sha256(ctypes.string_at(on_host.data_ptr(), on_host.nbytes)).hexdigest()
+    # torch comes without numpy, too; ``ctypes.string_at`` takes sizes below 2 GiB
+    return hashlib.sha256((ctypes.c_char * on_host.nbytes).from_address(on_host.data_ptr())).hexdigest()
 
 
 def _brief(described: list[Any] | None) -> str:
