@@ -310,8 +310,8 @@ def a_parameter_that_takes_the_place_of_another_is_refused(rank, world_size):
         refused = r"layers\.0\.(weight|bias) is another parameter than when the optimizer"
         with pytest.raises(RuntimeError, match=refused):
             optimizer.rebuild_plan()
-        with pytest.raises(RuntimeError, match=refused):
-            optimizer.add_param_group({"params": [("more", nn.Parameter(torch.ones(2, device=device_of(rank))))]})
+        # which does not hide it
+        optimizer.add_param_group({"params": [("more", nn.Parameter(torch.ones(2, device=device_of(rank))))]})
         net(batch(rank, 1)).backward()
         with pytest.raises(RuntimeError, match=refused):
             optimizer.step()
@@ -337,12 +337,56 @@ def what_another_optimizer_steps_or_nobody_needs_may_take_a_place(rank, world_si
     assert moved == [name != "layers.2.bias" for name, _ in net.named_parameters()]
 
 
+@scenario(1, 2)
+def new_parameters_may_be_added_in_several_groups(rank, world_size):
+    """As of a new head, whose matrix and bias have other hyperparameters."""
+    net, optimizer = build(rank)
+    net.layers[3] = nn.Linear(5, 5).to(device_of(rank))
+    for name, parameter in net.layers[3].named_parameters():
+        optimizer.add_param_group({"params": [(f"new.{name}", parameter)], "weight_decay": 0.1})
+    before = values(net)
+    net(batch(rank, 0)).backward()
+    optimizer.step()
+    assert not any(torch.equal(*pair) for pair in zip(before, values(net), strict=True))
+    net.layers[3].bias = nn.Parameter(net.layers[3].bias.detach().clone())
+    with pytest.raises(RuntimeError, match=r"layers\.3\.bias is another parameter"):
+        optimizer.step()
+
+
+@scenario(1, 2)
+def places_are_known_by_all_names_and_after_other_changes(rank, world_size):
+    device = device_of(rank)
+
+    def share(net):
+        net.layers[0] = nn.Linear(5, 5).to(device)  # layers[1] was the same module
+
+    def exchange_within(net):
+        net.layers[2].bias = nn.Parameter(torch.zeros(5, device=device))
+
+    def put_back(net):
+        net.layers.append(nn.Linear(5, 5).to(device))
+
+    for exchange in (share, exchange_within, put_back):
+        net = Net(device)
+        net.layers[0] = net.layers[1]
+        optimizer = TritonDistAdamW(net.named_parameters(), model=net)
+        # the same parameters in another module, and one that is there no more
+        net.layers[2] = copy.copy(net.layers[2])
+        net.layers[2]._parameters = dict(net.layers[2]._parameters)
+        del net.layers[3]
+        net(batch(rank, 0)).backward()
+        optimizer.step()
+        exchange(net)
+        with pytest.raises(RuntimeError, match="is another parameter"):
+            optimizer.step()
+
+
 @scenario(1)
 def modules_may_be_wrapped_later(rank, world_size):
     """As by the compiler; a step after that does not look for all names again."""
     net, optimizer = build(rank)
     net.layers[0] = nn.Sequential(net.layers[0])
-    with mock.patch.object(net, "named_parameters", wraps=net.named_parameters) as names:
+    with mock.patch.object(net, "named_modules", wraps=net.named_modules) as names:
         for step in range(3):
             net.layers[0](batch(rank, step)).sum().backward()
             optimizer.step()

@@ -36,7 +36,6 @@ class PlannedOptimizer(LiveOptimizer):
     """A ``torch.optim.Optimizer`` whose groups are planned over the ranks of a process group; it has no step yet."""
 
     _group_options: ClassVar[Set[str]] = frozenset()  # that only groups have, and the constructor does not
-    _places: Places
 
     @out_of_inference_mode
     def __init__(self, params: Any, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:
@@ -96,6 +95,7 @@ class PlannedOptimizer(LiveOptimizer):
         self.plan = Plan(self.communicator.world_size, (), ())
         self.entries = []
         self._routes_of_groups: dict[int, RouteName] = {}  # of groups with entries
+        self._places = Places(self._options.model)
         self._gradient_dtypes = GradientDtypes(self._options.grad_dtype)
         weakref.finalize(self, self._gradient_dtypes.put_back).atexit = False
         self._planned_views = PlannedViews()
@@ -153,7 +153,7 @@ class PlannedOptimizer(LiveOptimizer):
         self.plan, self.entries = plan, entries
         self._routes_of_groups = {entry.group: entry.route for entry in entries}
         self._listed = [list(group["params"]) for group in self.param_groups]
-        self._places = Places(self._options.model, entries)
+        self._places.add(found)
         self._planned_views.note(self.param_groups, self._views)
         planned, names = self.trained_ids(), construction.names_of(self.param_groups, self._options.model)
         self._left_out = [(names[id(p)], p) for params in self._listed for p in params if id(p) not in planned]
@@ -214,6 +214,7 @@ class PlannedOptimizer(LiveOptimizer):
         former = self._bucketed.clear()
         self._gradient_dtypes.put_back()
         self._unbucketed = UnbucketedParameters(self.communicator, self._options)
+        self._places = Places(self._options.model)
         self._move(plan, found, found, meshes)
         for bucket in former:
             bucket.release()
@@ -235,7 +236,6 @@ class PlannedOptimizer(LiveOptimizer):
         try:
             with agreement.refused_together("the group was not added", self.communicator):
                 self._append_group(param_group)
-                self._places.check()
                 found = self._find_entries(first_group=before)
             self._extend(found)
         except BaseException:
