@@ -375,6 +375,14 @@ def test_cost_models():
     assert NewtonSchulzCost(steps=1)((7, 3, 2), torch.float32) == 7 * (4 * 4 * 3 + 2 * 8)
     with pytest.raises(ValueError, match=r"matrices, got shape \(3,\)"):
         NewtonSchulzCost()((3,), torch.float32)
+    for model in (BytesCost(), CubicCost(), NewtonSchulzCost()):
+        for shape in (5, "ab", (3.5, 4), None):
+            with pytest.raises(TypeError, match="shape must hold integers, the sizes of a tensor, got "):
+                model(shape, torch.float32)
+        with pytest.raises(ValueError, match=r"shape=\(-3, 4\) must hold the sizes of a tensor"):
+            model((-3, 4), torch.float32)
+    with pytest.raises(TypeError, match=r"dtype has to be a torch\.dtype, got 'float32'"):
+        BytesCost()((3,), "float32")
     for wrong in (0, -64, 1.5):
         with pytest.raises(ValueError, match=f"alignment must be an integer of at least 1, got {wrong}"):
             BytesCost(alignment=wrong)
@@ -411,3 +419,6 @@ def test_caps_are_numbers(cap):
 def test_costs_are_numbers():
     with pytest.raises(TypeError, match=r"costs\[1\] must be a number, got a Tensor"):
         partition([1, torch.tensor(2.0)], 2)
+    for name, arguments in (("costs", {"costs": 1}), ("memory", {"costs": [1], "memory": 2})):
+        with pytest.raises(TypeError, match=f"{name} has to be iterable, got a int"):
+            partition(num_ranks=2, **arguments)

@@ -128,6 +128,11 @@ def test_batch_size_must_be_an_integer(n):
         next(batched("abc", n))
 
 
+def test_what_cannot_be_iterated_over_is_refused_by_name():
+    with pytest.raises(TypeError, match="iterable has to be iterable, got a int"):
+        next(batched(5, 2))
+
+
 def test_strict_batches():
     assert list(batched("abcd", 2, strict=True)) == [("a", "b"), ("c", "d")]
     batches = batched("abc", 2, strict=True)

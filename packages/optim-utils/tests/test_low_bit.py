@@ -583,6 +583,12 @@ def test_what_is_no_tensor_of_the_kind_is_refused() -> None:
         LowBitTensor(*q.parts, "INT8", (3,))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="out must be a plain tensor, as the codes of t are, got a list"):
         dequantize(q, out=[0.0] * 3)  # type: ignore[arg-type]
+    # to torch a text in place of a dtype is the name of a device
+    for wrong in ("meta", "bf16", 3):
+        with pytest.raises(TypeError, match=rf"dtype has to be a torch\.dtype, got {wrong!r}"):
+            dequantize(q, wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="got 'float32'; give another dtype="):
+        quantize(torch.ones(3), INT8, dtype="float32")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="block_size of aligned_bounds must be an integer, got a float"):
         aligned_bounds(8, 2, 1.5)  # type: ignore[arg-type]
 

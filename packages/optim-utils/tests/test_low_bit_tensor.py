@@ -384,7 +384,7 @@ def test_torchs_cache_of_graphs_knows_the_numbers_behind_symbols() -> None:
 
 
 def test_torchs_cache_of_graphs_knows_all_code_that_is_traced() -> None:
-    """That of this folder, and what its modules import; these import nothing more of the package."""
+    """That of this folder, and what its modules import, which import nothing more of the package."""
     folder = Path(graph_cache.__file__).parent
 
     def imported(file: Path) -> set[str]:
@@ -393,7 +393,7 @@ def test_torchs_cache_of_graphs_knows_all_code_that_is_traced() -> None:
 
     assert set().union(*map(imported, folder.glob("*.py"))) == set(graph_cache.BESIDE)
     for name in graph_cache.BESIDE:
-        assert imported(folder.parent / f"{name}.py") == set()
+        assert imported(folder.parent / f"{name}.py") <= set(graph_cache.BESIDE)
 
 
 def test_torchs_cache_of_graphs_knows_code_in_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

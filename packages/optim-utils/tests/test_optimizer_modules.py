@@ -332,6 +332,12 @@ def test_names_that_are_no_state_are_not_the_letters_of_a_string():
             non_state_attributes = "cache"
 
 
+def test_a_state_is_put_into_a_dict():
+    for wrong in ([], 3):
+        with pytest.raises(TypeError, match=f"destination has to be a dict to fill, got a {type(wrong).__name__}"):
+            Bag(t=torch.ones(1)).state_dict(destination=wrong)
+
+
 def test_what_contains_itself_is_refused_by_the_way_back():
     child = Bag(t=torch.ones(1))
     parent = Bag(children=[child])

@@ -262,6 +262,22 @@ def test_wrong_arguments_are_refused() -> None:
         stochastic_round(x, torch.bfloat16, out=[0.0, 0.0])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="dst must be a bfloat16 or float16 tensor, got a NoneType"):
         stochastic_round_(None, x)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"dst must be of src's shape \(2,\), got \(3,\)"):
+        stochastic_round_(torch.zeros(3, dtype=torch.bfloat16), x)
+    with pytest.raises(TypeError, match="got 'bf16'"):
+        stochastic_round(x, "bf16")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"generator must be a torch\.Generator or None, got 3"):
+        stochastic_round(x, torch.bfloat16, generator=3)  # type: ignore[arg-type]
+    for shape in ("ab", (2.0,), None):
+        with pytest.raises(TypeError, match="shape must hold integers, the sizes of a tensor, got "):
+            random_bits(shape, seed=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"shape=\(-2,\) must hold the sizes of a tensor"):
+        random_bits((-2,), seed=1)
+    with pytest.raises(TypeError, match="round_with_bits takes a tensor x, got a list"):
+        round_with_bits([1.0], torch.bfloat16, torch.zeros(1, dtype=torch.int32))  # type: ignore[arg-type]
+    for bits, kind in ((torch.zeros(2), "torch.float32"), ([0, 0], "a list")):
+        with pytest.raises(TypeError, match=rf"bits must be an int32 tensor, of values in .*, got {kind}"):
+            round_with_bits(x, torch.bfloat16, bits)  # type: ignore[arg-type]
 
 
 def test_an_offset_is_the_place_of_the_first_element() -> None:
@@ -344,6 +360,10 @@ def test_split16_survives_a_parameter_zeroed_from_outside() -> None:
         split_master(torch.ones(1, dtype=torch.float64))
     with pytest.raises(TypeError, match="int32"):
         join_master(parameter, low.int())
+    with pytest.raises(TypeError, match="split_master takes a float32 master, got a list"):
+        split_master([1.0])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"join_master takes bfloat16 and int16, got a NoneType and torch\.int16"):
+        join_master(None, low)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"of one shape, got \(2, 1\) and \(2,\)"):
         join_master(parameter[:, None], low)
 

@@ -463,6 +463,10 @@ def test_what_is_no_layer_or_model_is_refused_by_name():
             function([nn.Linear(2, 2)])
     with pytest.raises(TypeError, match="predicate has to be a function of name and layer, got a str"):
         combine_linears(nn.Sequential(nn.Linear(2, 2)), "*")
+    with pytest.raises(TypeError, match=r"\(in_features, out_features\) must hold integers, .* got \('2', 3\)"):
+        CombinedLinear("2", 3)
+    with pytest.raises(ValueError, match=r"\(in_features, out_features\)=\(-1, 3\) must hold the sizes"):
+        CombinedLinear(-1, 3)
 
 
 class Special(nn.Linear):

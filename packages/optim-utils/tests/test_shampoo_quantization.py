@@ -219,6 +219,15 @@ def test_wrong_arguments() -> None:
             "quantized_data must be collections.abc.Sequence[tuple[torch.Tensor, torch.Tensor | None"
         )
         assert text.endswith(f"but get {type(data)}")
+        assert error.value.__notes__ == ["give each tensor as (values, None, None)"]
+    with pytest.raises(TypeError, match=r"quantized_dtype must be a torch\.dtype or a LowBitFormat, got 'bf16'"):
+        QuantizedTensorList(rows(value), "bf16")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="quantized_tensor_list must be a QuantizedTensorList, got a list"):
+        DequantizeQuantizedTensorListContext([value])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="tensor_list has to be iterable, got a NoneType"):
+        QuantizedTensorList(rows(value), torch.bfloat16).quantize(None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"dtype has to be a torch\.dtype, got 'meta'"):
+        QuantizedTensor(value).dequantize("meta")  # type: ignore[arg-type]
     with pytest.raises(AssertionError) as assertion:
         QuantizedTensorList(rows(value), torch.float32, torch.int64)
     assert str(assertion.value) == (
@@ -573,7 +582,7 @@ def test_lists_that_older_versions_pickled(stacks) -> None:
 
 def test_a_context_that_fails_to_write_back_leaves_the_next_one_as_it_was() -> None:
     quantized = QuantizedTensorList([(torch.ones(2).bfloat16(), None, None)], torch.bfloat16, rounding="stochastic")
-    with pytest.raises(ValueError, match="out must be"), DequantizeQuantizedTensorListContext(quantized) as tensors:
+    with pytest.raises(ValueError, match="dst must be"), DequantizeQuantizedTensorListContext(quantized) as tensors:
         # what has another shape cannot be written
         tensors[0].resize_(3)
     assert not quantized.is_dequantized_stored()

@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 import warnings
 
 import pytest
@@ -89,6 +90,17 @@ def test_merge_refuses_what_is_no_size_or_threshold():
     for threshold in (math.nan, "8", None):
         with pytest.raises(ValueError, match=f"threshold={threshold!r}"):
             merge_small_dims((3, 4), threshold, 2)
+
+
+@pytest.mark.parametrize("target", [2, math.inf])
+@pytest.mark.parametrize("function", [merge_small_dims, plan_merge])
+def test_merge_refuses_what_is_no_shape_by_name(function, target):
+    # an iterator would be used up by the search for a 0, and nothing left to merge
+    for wrong in (iter((2, 3, 4)), (size for size in (2, 3)), 12, None, "23", (2.0, 3)):
+        with pytest.raises(TypeError, match="tensor_shape must hold integers, the sizes of a tensor, got "):
+            function(wrong, 100, target)
+    with pytest.raises(ValueError, match=r"tensor_shape=\(-2, 0\) must hold the sizes of a tensor"):
+        function((-2, 0), 100, target)
 
 
 def test_integers_may_be_numpys_and_do_not_wrap_around():
@@ -232,7 +244,7 @@ def test_unsplit_refuses_wrong_blocks():
 
 
 def test_unsplit_infers_no_size():
-    with pytest.raises(ValueError, match=r"shape=\(-1, 4\) must hold the sizes of the tensor"):
+    with pytest.raises(ValueError, match=r"shape=\(-1, 4\) must hold the sizes of a tensor"):
         multi_dim_unsplit([torch.zeros(4, 4)], 4, (-1, 4))
 
 
@@ -295,6 +307,21 @@ def test_what_is_no_tensor_or_dtype_is_refused_by_name():
         multi_dim_split([[1, 2]], 1)
     with pytest.raises(TypeError, match="block 1 has to be a tensor, got a list"):
         multi_dim_unsplit([torch.zeros(1), [0.0]], 1, (2,))
+    for shape in (2, "2", (2.0,), None):
+        with pytest.raises(
+            TypeError, match=f"shape must hold integers, the sizes of a tensor, got {re.escape(repr(shape))}"
+        ):
+            multi_dim_unsplit([torch.zeros(1)] * 2, 1, shape)
+    for use, name in (
+        (lambda wrong: multi_dim_unsplit(wrong, 1, (2,)), "blocks"),
+        (lambda wrong: list(generate_pairwise_indices(wrong)), "input_list"),
+        (lambda wrong: distribute_buffer_sizes(wrong, 2), "buffer_sizes"),
+    ):
+        with pytest.raises(TypeError, match=f"{name} has to be iterable, got a int"):
+            use(5)
+    for callers, name in (((None, print), "enter"), ((print, 3), "exit")):
+        with pytest.raises(TypeError, match=f"{name}_method_caller has to be a function of the object"):
+            ParameterizeEnterExitContext(object(), *callers)
     for function in (pack_upper_triangular, unpack_upper_triangular):
         with pytest.raises(TypeError, match=rf"{function.__name__} takes a dense tensor, got a list"):
             function([1.0])
@@ -446,6 +473,10 @@ def test_packing_is_row_major_and_refuses_what_is_not_square():
             pack_upper_triangular(wrong)
     with pytest.raises(ValueError, match="not symmetric"):
         pack_upper_triangular(torch.arange(9).view(3, 3), check=True)
+    meta = torch.zeros(3, 3, device="meta")
+    assert pack_upper_triangular(meta).shape == (6,)
+    with pytest.raises(ValueError, match=r"check=True compares numbers, and a meta tensor of shape \(3, 3\) has none"):
+        pack_upper_triangular(meta, check=True)
     for wrong in (torch.zeros(2), torch.zeros(3, 4), torch.zeros(())):
         with pytest.raises(ValueError, match=r"n\(n\+1\)/2"):
             unpack_upper_triangular(wrong)

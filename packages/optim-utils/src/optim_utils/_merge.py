@@ -18,6 +18,8 @@ from operator import index
 import torch
 from torch import Tensor
 
+from optim_utils._arguments import sizes_of
+
 
 def merge_small_dims(
     tensor_shape: Sequence[int], threshold: int | float, target_tensor_dimensionality: int | float
@@ -28,7 +30,8 @@ def merge_small_dims(
     target returns the given shape unchanged. The result may have more dimensions than the target, as the threshold
     takes precedence. A tensor that is not contiguous may have no view of this shape: see `plan_merge`.
     """
-    if 0 in tensor_shape:
+    sizes = sizes_of(tensor_shape, "tensor_shape")
+    if 0 in sizes:
         return (0,)
     if target_tensor_dimensionality == math.inf:
         # the same object, as callers compare with `is`
@@ -37,9 +40,8 @@ def merge_small_dims(
     if not isinstance(target_tensor_dimensionality, int) and not isinstance(target_tensor_dimensionality, Integral):
         raise AssertionError(f"{target_tensor_dimensionality=} has to be an integer or math.inf.")
     if torch.compiler.is_compiling():
-        return _merge(tuple(tensor_shape), threshold, target_tensor_dimensionality)
-    # products of NumPy's integers would wrap around
-    return _cached_merge(tuple(map(index, tensor_shape)), threshold, index(target_tensor_dimensionality))
+        return _merge(sizes, threshold, target_tensor_dimensionality)
+    return _cached_merge(tuple(map(index, sizes)), threshold, index(target_tensor_dimensionality))
 
 
 def _merge(shape: tuple[int, ...], threshold: int | float, target: int) -> tuple[int, ...]:
@@ -57,8 +59,6 @@ def _merge(shape: tuple[int, ...], threshold: int | float, target: int) -> tuple
 
 
 def _checked_merge(shape: tuple[int, ...], threshold: int | float, target: int) -> tuple[int, ...]:
-    if any(size < 0 for size in shape):
-        raise ValueError(f"tensor_shape={shape} must hold the sizes of a tensor, none of them negative")
     # every comparison with NaN is false: nothing would be merged
     if not isinstance(threshold, Real) or math.isnan(threshold):
         raise ValueError(f"{threshold=} must be a number of elements or math.inf")

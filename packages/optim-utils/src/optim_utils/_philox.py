@@ -27,6 +27,8 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
+from optim_utils._arguments import sizes_of
+
 __all__ = [
     "Word",
     "packed_philox_uint16",
@@ -109,7 +111,7 @@ def _indices(offset: Word, count: int, device: torch.device | str | None) -> Ten
 
 
 def _numel(shape: int | Sequence[int]) -> int:
-    return shape if isinstance(shape, int) else math.prod(shape)
+    return math.prod(sizes_of((shape,) if isinstance(shape, int) else shape))
 
 
 def philox_uint32(
@@ -189,4 +191,6 @@ def random_bits(
 
 def _draws(count: int, device: torch.device | str | None, generator: torch.Generator | None) -> Tensor:
     """64-bit words from a torch generator. (One of the 2**64 values is never drawn.)"""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}")
     return torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator, dtype=torch.int64, device=device)

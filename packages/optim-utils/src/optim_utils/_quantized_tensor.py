@@ -7,6 +7,7 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from optim_utils._arguments import check_torch_dtype
 from optim_utils._state.tensor_fill import sharded_like
 from optim_utils.block_info import BlockInfo
 from optim_utils.low_bit import LowBitFormat, LowBitTensor, quantize
@@ -116,6 +117,7 @@ class QuantizedTensor(OptimizerModule):
         ``dequantized_dtype`` is another name of ``dtype``, the original's.
         """
         dtype = _given("dtype", dtype, "dequantized_dtype", dequantized_dtype)
+        check_torch_dtype(dtype)
         if not is_supported(stored_as(self.quantized_values)):
             raise unsupported_error(self.quantized_values.dtype)
         if isinstance(self.quantized_values, LowBitTensor):

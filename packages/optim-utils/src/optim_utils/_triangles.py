@@ -19,6 +19,8 @@ def pack_upper_triangular(m: Tensor, *, check: bool = False) -> Tensor:
     _check_tensor(m, "pack_upper_triangular")
     if m.ndim < 2 or m.shape[-1] != m.shape[-2]:
         raise ValueError(f"pack_upper_triangular takes square matrices, got shape {tuple(m.shape)}")
+    if check and m.is_meta:
+        raise ValueError(f"check=True compares numbers, and a meta tensor of shape {tuple(m.shape)} has none")
     if check and not _is_symmetric(m):
         raise ValueError(f"a matrix of shape {tuple(m.shape)} is not symmetric: packing would lose its lower triangle")
     rows, columns = torch.triu_indices(m.shape[-1], m.shape[-1], device=m.device)

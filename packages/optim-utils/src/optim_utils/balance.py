@@ -19,6 +19,7 @@ from numbers import Integral, Real
 
 import torch
 
+from optim_utils._arguments import check_torch_dtype, iterated, sizes_of
 from optim_utils._balance_search import Problem, best_owners, largest_load, loads_of, longest_first, lower_bound
 
 __all__ = ["BytesCost", "CostModel", "CubicCost", "NewtonSchulzCost", "Partition", "partition"]
@@ -36,7 +37,8 @@ class BytesCost:
         _check_count("alignment", self.alignment)
 
     def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        return -(-prod(shape) * dtype.itemsize // self.alignment) * self.alignment
+        check_torch_dtype(dtype)
+        return -(-prod(sizes_of(shape)) * dtype.itemsize // self.alignment) * self.alignment
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class CubicCost:
     """Σ d³ over the dimensions d: eigendecompositions or roots of one square factor per dimension (Shampoo, SOAP)."""
 
     def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        return sum(size**3 for size in shape)
+        return sum(size**3 for size in sizes_of(shape))
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,10 @@ class NewtonSchulzCost:
         _check_count("steps", self.steps)
 
     def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        if len(shape) < 2:
-            raise ValueError(f"Newton–Schulz works on matrices, got shape {tuple(shape)}")
-        *batch, rows, columns = shape
+        sizes = sizes_of(shape)
+        if len(sizes) < 2:
+            raise ValueError(f"Newton–Schulz works on matrices, got shape {sizes}")
+        *batch, rows, columns = sizes
         m, n = sorted((rows, columns))
         return prod(batch) * self.steps * (4 * m * m * n + 2 * m**3)
 
@@ -177,7 +180,7 @@ def _check_count(name: str, value: int) -> None:
 
 
 def _checked(name: str, values: Sequence[float], length: int | None = None) -> list[float]:
-    values = list(values)
+    values = list(iterated(values, name))
     if length is not None and len(values) != length:
         raise ValueError(f"{name} must have {length} entries, got {len(values)}")
     for i, value in enumerate(values):

@@ -6,6 +6,8 @@ from itertools import islice
 from operator import index
 from typing import TypeVar
 
+from optim_utils._arguments import iterated
+
 __all__ = ["batched", "get_all_non_abstract_subclasses"]
 
 T = TypeVar("T")
@@ -60,7 +62,7 @@ def batched(iterable: Iterable[T], n: int, *, strict: bool = False) -> Iterator[
         raise ValueError(f"{n=} must be an integer") from None
     if size < 1:
         raise ValueError(f"{n=} must be at least one")
-    iterator = iter(iterable)
+    iterator = iterated(iterable, "iterable")
     while batch := tuple(islice(iterator, size)):
         if strict and len(batch) < size:
             raise ValueError(f"the last batch has {len(batch)} items instead of {n=}")

@@ -13,7 +13,7 @@ What fits is decided for the whole object before anything is written; the decisi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -51,6 +51,8 @@ class OptimizerModule(Stateful):
             ValueError: for an object that contains itself, as by a reference from a child to its parent.
         """
         state = {} if destination is None else destination
+        if not isinstance(state, MutableMapping):
+            raise TypeError(f"destination has to be a dict to fill, got a {type(state).__name__}")
         try:
             for name, value in self.state_attributes():
                 stored = stored_form(value, keep_vars, store_non_tensors)

@@ -50,6 +50,10 @@ def round_with_bits(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
 
     This is the rule of the module docstring without a generator of its own: a reference for kernels and their tests.
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"round_with_bits takes a tensor x, got a {type(x).__name__}")
+    if _dtype_of(bits) not in (torch.int32, torch.int64):
+        raise TypeError(f"bits must be an int32 tensor, of values in [0, 2**16), got {_dtype_of(bits)}")
     x = x.detach().resolve_neg().to(torch.float32)
     if dtype == torch.bfloat16:
         rounded = ((x.view(torch.int32) + bits) & ~0xFFFF).view(torch.float32)
@@ -62,7 +66,7 @@ def round_with_bits(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
         rounded = torch.where(x.abs() < _FP16_SMALLEST_NORMAL, subnormal, normal)
         largest = _FP16_MAX
     else:
-        raise TypeError(f"stochastic rounding is defined for torch.bfloat16 and torch.float16, got {dtype}")
+        raise TypeError(f"stochastic rounding is defined for torch.bfloat16 and torch.float16, got {dtype!r}")
     # The comparison is false for NaN, so NaN, infinities and what overflows take torch's own conversion.
     return torch.where(x.abs() <= largest, rounded, x).to(dtype)
 
@@ -112,6 +116,8 @@ def stochastic_round_(
     """dst, filled with src rounded to its dtype; the arguments are those of :func:`stochastic_round`."""
     if not isinstance(dst, Tensor):
         raise TypeError(f"dst must be a bfloat16 or float16 tensor, got a {type(dst).__name__}")
+    if isinstance(src, Tensor) and src.shape != dst.shape:
+        raise ValueError(f"dst must be of src's shape {tuple(src.shape)}, got {tuple(dst.shape)}")
     return stochastic_round(src, dst.dtype, generator=generator, seed=seed, offset=offset, out=dst)
 
 
@@ -120,8 +126,8 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
 
     NaN is stored as the pattern 0x7fc00000: the 0x7fffffff that GPUs produce would carry into the sign and read as -0.
     """
-    if master.dtype != torch.float32:
-        raise TypeError(f"split_master takes a float32 master, got {master.dtype}")
+    if _dtype_of(master) != torch.float32:
+        raise TypeError(f"split_master takes a float32 master, got {_dtype_of(master)}")
     master = master.resolve_neg()
     pattern = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
     parameter = ((pattern + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
@@ -135,10 +141,15 @@ def join_master(parameter: Tensor, low: Tensor) -> Tensor:
     To a finite parameter that was overwritten from outside, ``low`` still adds at most half an ulp. A negative ``low``
     of a zero is dropped: ``(0 << 16) + low`` would be a NaN. `split_master` never gives such a pair.
     """
-    if parameter.dtype != torch.bfloat16 or low.dtype != torch.int16:
-        raise TypeError(f"join_master takes bfloat16 and int16, got {parameter.dtype} and {low.dtype}")
+    if _dtype_of(parameter) != torch.bfloat16 or _dtype_of(low) != torch.int16:
+        raise TypeError(f"join_master takes bfloat16 and int16, got {_dtype_of(parameter)} and {_dtype_of(low)}")
     if parameter.shape != low.shape:
         raise ValueError(f"parameter and low must be of one shape, got {tuple(parameter.shape)} and {tuple(low.shape)}")
     high = parameter.resolve_neg().view(torch.int16).to(torch.int32)
     remainder = torch.where((high & 0x7FFF) == 0, low.clamp(min=0), low)
     return ((high << 16) + remainder).view(torch.float32)
+
+
+def _dtype_of(given: object) -> torch.dtype | str:
+    """The dtype of a tensor; of what is none, its class."""
+    return given.dtype if isinstance(given, Tensor) else f"a {type(given).__name__}"

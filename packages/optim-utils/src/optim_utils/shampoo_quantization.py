@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal, get_type_hints, overload
 import torch
 from torch import Tensor
 
+from optim_utils._arguments import iterated
 from optim_utils._many_tensors import Stacks, copy_many, decode_many, encode_many, round_many
 from optim_utils._quantized_tensor import (
     FLOAT_DTYPES,
@@ -88,6 +89,9 @@ class QuantizedTensorList(OptimizerModule):
     ) -> None:
         if computation_dtype not in FLOAT_DTYPES:
             raise AssertionError(f"{computation_dtype=} is not supported! It must be one of {FLOAT_DTYPES}!")
+        # a tuple of types: dynamo of torch 2.9 cannot trace a union
+        if not isinstance(quantized_dtype, (torch.dtype, LowBitFormat)):
+            raise TypeError(f"quantized_dtype must be a torch.dtype or a LowBitFormat, got {quantized_dtype!r}")
         if rounding not in ("nearest", "stochastic"):
             raise ValueError(f'rounding must be "nearest" or "stochastic", got {rounding!r}')
         self.quantized_dtype = quantized_dtype
@@ -155,8 +159,9 @@ class QuantizedTensorList(OptimizerModule):
         """Write ``tensor_list`` into the storage; all of it is checked before anything is written."""
         self._check_supported()
         stored = self.dequantized_value_list
-        if tensor_list is not stored:
-            tensor_list = tuple(tensor_list)
+        is_given = stored is None or tensor_list is not stored
+        if is_given:
+            tensor_list = tuple(iterated(tensor_list, "tensor_list"))
             self._check_numbers(tensor_list)
             if stored is not None and any(mine is not given for mine, given in zip(stored, tensor_list)):
                 logger.warning(
@@ -170,7 +175,7 @@ class QuantizedTensorList(OptimizerModule):
             targets, numbers = zip(*changed) if changed else ((), ())
         if not targets:
             return
-        if tensor_list is not stored:
+        if is_given:
             # the stored tensors may be given in another order
             numbers = tuple(lasting_sources(list(zip(targets, numbers))))
         stochastic = self.rounding == "stochastic"
@@ -266,6 +271,9 @@ class DequantizeQuantizedTensorListContext(ParameterizeEnterExitContext[Quantize
     ) -> None:
         if on_exception not in ("discard", "keep"):
             raise ValueError(f'on_exception must be "discard" or "keep", got {on_exception!r}')
+        if not isinstance(quantized_tensor_list, QuantizedTensorList):
+            what = type(quantized_tensor_list).__name__
+            raise TypeError(f"quantized_tensor_list must be a QuantizedTensorList, got a {what}")
         super().__init__(quantized_tensor_list, methodcaller("dequantize_"), methodcaller("quantize_"))
         self._list = quantized_tensor_list
         self._write_back = write_back
@@ -319,7 +327,9 @@ def _values_and_ranges(quantized_data: object) -> list[tuple[Tensor, Tensor | No
         if all(isinstance(element, tuple) and len(element) == 3 for element in quantized_data):
             return list(quantized_data)
     hint = get_type_hints(QuantizedTensorList.__init__)["quantized_data"]
-    raise TypeError(f"quantized_data must be {hint} but get {type(quantized_data)}")
+    error = TypeError(f"quantized_data must be {hint} but get {type(quantized_data)}")
+    error.add_note("give each tensor as (values, None, None)")
+    raise error
 
 
 def _local_part(quantized: QuantizedTensor) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from optim_utils._arguments import check_torch_dtype, iterated, sizes_of
 from optim_utils._merge import MergePlan, merge_small_dims, plan_merge
 from optim_utils._triangles import pack_upper_triangular, unpack_upper_triangular
 
@@ -63,18 +64,15 @@ def multi_dim_unsplit(
     """The tensor of ``shape`` that `multi_dim_split` cuts into ``blocks``.
 
     Raises:
-        TypeError: for a block that is no tensor.
+        TypeError: for a block that is no tensor, or a ``shape`` that is none.
         ValueError: if the number of blocks, a block's shape, or the dtypes and devices of the blocks do not fit, or
             for a negative size in ``shape``.
     """
-    if any(size < 0 for size in shape):
-        raise ValueError(f"shape={tuple(shape)} must hold the sizes of the tensor, none of them negative")
+    blocks, shape = tuple(iterated(blocks, "blocks")), sizes_of(shape)
     # splitting an expanded meta element gives the shape that every block has to have, without memory
-    expected = [
-        block.shape for block in multi_dim_split(torch.empty((), device="meta").expand(tuple(shape)), split_size)
-    ]
+    expected = [block.shape for block in multi_dim_split(torch.empty((), device="meta").expand(shape), split_size)]
     if len(blocks) != len(expected):
-        raise ValueError(f"shape {tuple(shape)} split by {split_size} has {len(expected)} blocks, got {len(blocks)}")
+        raise ValueError(f"shape {shape} split by {split_size} has {len(expected)} blocks, got {len(blocks)}")
     for number, (block, block_shape) in enumerate(zip(blocks, expected)):
         if not isinstance(block, Tensor):
             raise TypeError(f"block {number} has to be a tensor, got a {type(block).__name__}")
@@ -122,15 +120,14 @@ def compress_list(complete_list: Sequence[T], selector: Sequence[object]) -> tup
 
 def get_dtype_size(dtype: torch.dtype) -> int:
     """The bytes that an element of ``dtype`` takes; a part of a byte counts as one."""
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype has to be a torch.dtype, got {dtype!r}")
+    check_torch_dtype(dtype)
     return dtype.itemsize
 
 
 def generate_pairwise_indices(input_list: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield (start, end) of consecutive ranges whose lengths are given: ``[2, 3]`` gives (0, 2), (2, 5)."""
     end = 0
-    for number, given in enumerate(input_list):
+    for number, given in enumerate(iterated(input_list, "input_list")):
         try:
             # sums of NumPy's integers and of tensors would wrap around
             length = index(given)
@@ -149,7 +146,8 @@ def distribute_buffer_sizes(buffer_sizes: Sequence[int], group_size: int) -> tup
     keep their order and equal ranks are filled from the lowest, so every rank computes the same. `optim_utils.balance`
     does this for other costs, and better.
     """
-    aligned = [-(-_byte_count(number, size) // _ALIGNMENT) * _ALIGNMENT for number, size in enumerate(buffer_sizes)]
+    given = enumerate(iterated(buffer_sizes, "buffer_sizes"))
+    aligned = [-(-_byte_count(number, size) // _ALIGNMENT) * _ALIGNMENT for number, size in given]
     if not aligned:
         return ()
     if isinstance(group_size, bool) or not isinstance(group_size, Integral) or group_size < 1:
@@ -186,6 +184,9 @@ class ParameterizeEnterExitContext(Generic[T]):
         enter_method_caller: Callable[[T], object],
         exit_method_caller: Callable[[T], object],
     ) -> None:
+        for name, caller in (("enter", enter_method_caller), ("exit", exit_method_caller)):
+            if not callable(caller):
+                raise TypeError(f"{name}_method_caller has to be a function of the object, got {caller!r}")
         self._input_with_enter_exit_context = input_with_enter_exit_context
         self._enter_method_caller = enter_method_caller
         self._exit_method_caller = exit_method_caller

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["stable_hash"]
 
 # Modules of the package that those in this folder import beside each other.
-BESIDE = ("_dtensors", "_philox")
+BESIDE = ("_arguments", "_dtensors", "_philox")
 
 
 def stable_hash(t: LowBitTensor) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from optim_utils._arguments import check_torch_dtype
 from optim_utils._dtensors import is_dtensor
 from optim_utils._low_bit.blocks import Blocks, check_blocks, decode_blocks, encode_blocks
 from optim_utils._low_bit.cuts import cut_blocks
@@ -90,7 +91,8 @@ class LowBitTensor(Tensor):
 
         They are decoded in fp32 and then rounded: in a narrower dtype the smallest may become zero.
         """
-        dtype = dtype or self.dtype
+        dtype = self.dtype if dtype is None else dtype
+        check_torch_dtype(dtype)
         if not is_dtensor(self.codes):
             numbers = decode_blocks(self.codes, self.scale, self.offset, self.fmt, self.shape)
             # no view for autograd: one made without gradients could not be changed in place with them
@@ -219,7 +221,7 @@ torch.serialization.add_safe_globals([rebuild_low_bit_tensor, (rebuild_low_bit_t
 def check_dtype(dtype: torch.dtype) -> None:
     """Raise TypeError unless a low-bit tensor can pass for a tensor of this dtype."""
     if dtype not in DTYPES:
-        raise TypeError(f"the dtype of a LowBitTensor has to be one of {DTYPES}, got {dtype}; give another dtype=")
+        raise TypeError(f"the dtype of a LowBitTensor has to be one of {DTYPES}, got {dtype!r}; give another dtype=")
 
 
 def _shape_of_first(args: Sequence[Any]) -> tuple[int, ...] | None:
