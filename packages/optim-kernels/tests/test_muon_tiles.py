@@ -34,6 +34,8 @@ from optim_kernels.functional._muon_tables import LAST_TILE, SMALL_LAST_TILE, Ba
 
 SMS = 132
 
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")
+
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +190,7 @@ def assert_same(found: Sequence[Tensor], wanted: Sequence[Tensor], what: Any) ->
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")
+@interpreted
 @pytest.mark.parametrize("variance", [False, True])
 def test_a_matrix_that_cannot_be_aligned_is_nobody_elses_matter(variance: bool) -> None:
     """Beside it others would be rounded before they update their parameters."""
@@ -320,6 +322,7 @@ def seemingly_on_a_gpu(
     return planner
 
 
+@interpreted
 def test_a_recording_that_fails_is_made_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = [MemoryError("no room"), None]
 
@@ -341,6 +344,7 @@ def test_a_recording_that_fails_is_made_at_the_next_step(monkeypatch: pytest.Mon
     assert replayed[0] is replayed[1]
 
 
+@interpreted
 def test_a_recording_that_cannot_end_leaves_the_current_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `torch.cuda.graph` ends one before it goes back to the stream that was."""
 
@@ -357,6 +361,7 @@ def test_a_recording_that_cannot_end_leaves_the_current_stream_alone(monkeypatch
     assert Current.stream == "the user's"
 
 
+@interpreted
 def test_graphs_allocate_where_others_do_that_are_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a pool whose graphs have all gone torch makes no other."""
     pools = []
@@ -380,6 +385,7 @@ def test_graphs_allocate_where_others_do_that_are_still_there(monkeypatch: pytes
     assert pools[2:] == [None]
 
 
+@interpreted
 def test_a_step_is_recorded_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream that torch records on otherwise is on the device where the process recorded first."""
     streams = []
@@ -394,6 +400,7 @@ def test_a_step_is_recorded_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -
     assert stream.device == torch.device("cuda", 1)
 
 
+@interpreted
 def test_threads_record_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process may have one capture under way."""
     under_way, together = [], []

@@ -57,12 +57,14 @@ def tuning(kind: Signature, numels: Sequence[int], num_multiprocessors: int) -> 
 def division_of_one(numel: int, is_aligned: bool, tuned: Tuning, num_multiprocessors: int) -> tuple[int, int] | None:
     """Programs of a lone tensor, and ``num_full`` for the kernel; ``None`` if it has to be treated as a list.
 
-    With codes all programs are on the device at once and share the blocks equally (``adamw_kernel_of_one``).
+    With codes all programs are on the device at once and share the blocks equally (``adamw_kernel_of_one``). Where two
+    blocks are the most that one has, all have two, as fewer programs start sooner.
     """
     if tuned.chunk:
         return max(1, -(-numel // tuned.chunk)), numel // tuned.chunk if is_aligned else 0
     num_blocks = numel // tuned.tile
-    num_parts = min(num_blocks, PROGRAMS * num_multiprocessors)
+    at_once = PROGRAMS * num_multiprocessors
+    num_parts = -(-num_blocks // 2) if at_once < num_blocks <= 2 * at_once else min(num_blocks, at_once)
     if not is_aligned or num_parts == 0 or num_blocks > num_parts * MOST_BLOCKS:
         return None
     return num_parts + (numel % tuned.tile > 0), num_blocks // num_parts
