@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -62,6 +66,23 @@ def test_numbers_are_rounded_once(groups: list[AdamWScalars]) -> None:
     rows = rows.copy()
     rows[:, PLACE["rates"]] = 0
     assert others == rows.tobytes()
+
+
+@pytest.mark.parametrize(
+    "as_given",
+    [
+        np.float16,
+        np.float32,
+        Decimal,
+        *(partial(torch.tensor, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)),
+    ],
+    ids=["numpy fp16", "numpy fp32", "decimal", "bf16", "fp32"],
+)
+def test_a_decay_of_any_dtype_is_multiplied_in_fp64(as_given: Any) -> None:
+    """Neither these numbers nor their product are numbers of those dtypes."""
+    group = AdamWScalars(lr=0.3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=as_given(0.37))
+    expected = group._replace(weight_decay=float(group.weight_decay))
+    assert hyperparameter_rows([group]) == hyperparameter_rows([expected])
 
 
 @settings(deadline=None)

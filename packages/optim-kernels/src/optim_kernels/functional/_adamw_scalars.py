@@ -39,7 +39,8 @@ def without_rates(rows: bytes) -> tuple[Sequence[int], bytes]:
 
 
 def _row(scalars: AdamWScalars) -> bytes:
-    lr, weight_decay = scalars.lr, scalars.weight_decay
+    # in fp64, since a tensor's or NumPy's number would take the product with it into its own dtype
+    lr, weight_decay = scalars.lr, float(scalars.weight_decay)
     # NaN holds the place of a beta on the device: no number is equal to it, so a change to one is noticed
     beta1 = math.nan if on_device(scalars.beta1) else float(scalars.beta1)
     beta2 = math.nan if on_device(scalars.beta2) else float(scalars.beta2)
