@@ -1,9 +1,13 @@
-"""What the host writes for AdamW's kernels of a group's hyperparameters: rounded as fp32 arithmetic would round."""
+"""What AdamW's kernels read of a group's hyperparameters: the host's rows, and memos that one step leaves for the next.
+
+Rows are rounded as fp32 arithmetic would round.
+"""
 
 from __future__ import annotations
 
 from decimal import Decimal
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,10 +16,11 @@ import torch
 from fresh_params import make_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_tensors import DEVICE
 from torch import Tensor
 
 from optim_kernels import TritonAdamW
-from optim_kernels.functional import _adamw_scalars
+from optim_kernels.functional import AdamWPlan, _adamw_launch, _adamw_scalars, _device_scalars, adamw_
 from optim_kernels.functional._adamw_scalars import ROW_SIZE, hyperparameter_rows, without_rates, write_betas
 from optim_kernels.reference.adamw import AdamWScalars
 
@@ -107,9 +112,20 @@ def test_betas_on_a_device_give_the_same_rows(groups: list[AdamWScalars], data: 
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("betas", "words"),
+    [
+        ((0.9, 1.5), r"betas\[1\] .*, got 1.5"),
+        ((0.9, -0.5), r"betas\[1\] .*, got -0.5"),
+        ((1.0, 0.99), r"betas\[0\] .*, got 1.0"),
+        ((-0.5, 0.99), r"betas\[0\] .*, got -0.5"),
+    ],
+)
 @pytest.mark.parametrize("shapes", [[(40, 30)], [(40, 30), (7,)]], ids=["one", "two"])
-def test_a_beta_above_one_is_refused_before_anything_is_written(shapes: list[tuple[int, ...]]) -> None:
-    """As no root of 1 − β2 exists; in a loop that goes on the next step is as if nothing had been."""
+def test_a_beta_out_of_range_is_refused_before_anything_is_written(
+    shapes: list[tuple[int, ...]], betas: tuple[float, float], words: str
+) -> None:
+    """As 1 − β2 has no root, 1 − β1^t is zero or β^t has no logarithm; the next step is as if nothing had been."""
     params = make_params(shapes)
     others = [torch.nn.Parameter(p.detach().clone()) for p in params]
     for p, q in zip(params, others):
@@ -117,11 +133,92 @@ def test_a_beta_above_one_is_refused_before_anything_is_written(shapes: list[tup
     ours, expected = (TritonAdamW(each, impl="triton") for each in (params, others))
     for turn in range(3):
         if turn:
-            ours.param_groups[0]["betas"] = (0.9, 1.5)
-            with pytest.raises(ValueError, match=r"betas\[1\] must be from 0 to below 1, got 1.5"):
+            ours.param_groups[0]["betas"] = betas
+            with pytest.raises(ValueError, match=words):
                 ours.step()
             ours.param_groups[0]["betas"] = (0.9, 0.999)
         assert all(map(torch.equal, params, others))
         ours.step()
         expected.step()
         assert all(map(torch.equal, params, others))
+
+
+@pytest.mark.parametrize("shapes", [[(300,)], [(40, 30), (7,)]], ids=["one", "two"])
+@pytest.mark.parametrize("num_groups", [1, 5], ids=["few", "many"])
+def test_numbers_on_a_device_come_and_go(shapes: Any, num_groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step takes those that the groups have then: a tensor's for a number's, in its place, and back."""
+    for module in (_adamw_scalars, _adamw_launch, _device_scalars):
+        # what is here a tensor of the host stands for one of a device
+        monkeypatch.setattr(module, "on_device", lambda value: isinstance(value, Tensor))
+    params = [make_params(shapes) for _ in range(num_groups)]
+    others = [[torch.nn.Parameter(p.detach().clone()) for p in group] for group in params]
+    for p, q in zip(chain(*params), chain(*others)):
+        q.grad = p.grad
+    ours, expected = (TritonAdamW([{"params": group} for group in each], impl="triton") for each in (params, others))
+    for change in (
+        {"betas": (0.5, 0.75)},
+        {"betas": (torch.tensor(0.5), torch.tensor(0.75, dtype=torch.float64))},
+        {"lr": torch.tensor(0.25)},
+        {"weight_decay": 0.5, "maximize": True},
+        {"betas": (torch.tensor(0.5), 0.75)},
+        # 0 has the least in a row
+        {"betas": (0.0, 0.75)},
+        {"betas": (0.0, torch.tensor(0.5))},
+        {"betas": (0.0, 0.0)},
+        {"lr": 0.125},
+        {"lr": torch.tensor(0.0)},
+        {"lr": 0.0},
+    ):
+        last, theirs = ours.param_groups[-1], expected.param_groups[-1]
+        last.update(change)
+        theirs.update(last, params=theirs["params"], lr=float(last["lr"]), betas=tuple(map(float, last["betas"])))
+        for _ in range(2):
+            ours.step()
+            expected.step()
+            for p, q in zip(chain(*params), chain(*others)):
+                torch.testing.assert_close(
+                    p, q, rtol=1e-6, atol=1e-7, msg=lambda text, change=change: f"{change} {text}"
+                )
+
+
+@pytest.mark.parametrize("count", [1, 2], ids=["odd", "even"])
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"betas": (0.5, 0.99)}, {"betas": (0.9, 0.5)}, {"further": 2}],
+    ids=["same", "beta1", "beta2", "step"],
+)
+def test_a_memo_is_for_one_step_and_one_pair_of_betas(change: dict[str, Any], count: int) -> None:
+    """A lone tensor's step leaves the next one's bias corrections, in the place that its own programs do not read."""
+    generator = torch.Generator().manual_seed(0)
+    plan, numbers = AdamWPlan(), {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    own = [[each.to(DEVICE)] for each in (*torch.randn(2, 300, generator=generator), *torch.zeros(2, 300))]
+    steps = torch.tensor(float(count), device=DEVICE)
+    adamw_(*own, steps=steps, plan=plan, impl="triton", **numbers)
+    (launch,) = plan._launches
+    memos = launch._memos.view(2, -1)
+    place = count % 2
+    # t in fp32
+    assert memos[place].view(torch.float32)[0] == count + 2
+    assert not memos[1 - place].any()
+    steps += change.get("further", 0)
+    numbers["betas"] = change.get("betas", numbers["betas"])
+    others = [[each.clone()] for (each,) in own]
+    adamw_(*others, steps=steps.clone(), impl="triton", **numbers)
+    adamw_(*own, steps=steps, plan=plan, impl="triton", **numbers)
+    assert plan._launches[0]._memos is launch._memos
+    for (found,), (expected,) in zip(own, others):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_memo_that_fits_is_read(count: int) -> None:
+    numbers = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    plan, own = AdamWPlan(), [[torch.ones(300, device=DEVICE)] for _ in range(4)]
+    steps = torch.tensor(float(count), device=DEVICE)
+    adamw_(*own, steps=steps, plan=plan, impl="triton", **numbers)
+    memos = plan._launches[0]._memos.view(torch.float32).view(2, -1)
+    # corrections for which the next step is to be zero
+    memos[count % 2, 6:] = torch.tensor([torch.inf, 1.0], device=DEVICE)
+    before = own[0][0].clone()
+    adamw_(*own, steps=steps, plan=plan, impl="triton", **numbers)
+    assert torch.equal(own[0][0], before)

@@ -66,6 +66,36 @@ def test_a_table_made_in_inference_mode_is_written_outside_of_it() -> None:
     assert halves.tolist() == [4, 0]
 
 
+@pytest.mark.parametrize("sizes", [[300], [300, 500]], ids=["one", "two"])
+def test_what_a_graph_reads_is_kept_and_not_written_again(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that repeat each other go on in other tables, once a number changes that is no argument of the kernel."""
+    ours, other = ([nn.Parameter(torch.ones(size, device=DEVICE)) for size in sizes] for _ in range(2))
+    optimizer, eager = (TritonAdamW(params, lr=0.1, capturable=True, impl="triton") for params in (ours, other))
+    for p in (*ours, *other):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    eager.step()
+    with monkeypatch.context() as patched:
+        for name in ("adamw.is_capturing_here", "functional._adamw_launch.is_capturing", "multi_tensor.is_capturing"):
+            patched.setattr(f"optim_kernels.{name}", lambda *_: True)
+        optimizer.step()
+    eager.step()
+    assert optimizer._prepared is not None
+    assert optimizer._prepared.kernels is not None
+    (launch,) = optimizer._prepared.kernels.plan._launches
+    read = [tensor.untyped_storage() for tensor in launch._tensors()]
+    kept = {tensor.untyped_storage().data_ptr() for tensor in multi_tensor._OWNED_BY_GRAPHS}
+    assert {storage.data_ptr() for storage in read} <= kept
+    table = launch._scalars_view
+    content = table.clone()
+    for eps in (1e-8, 1e-8, 0.5, 0.5, 0.25):
+        for each in (optimizer, eager):
+            each.param_groups[0]["eps"] = eps
+            each.step()
+        assert_same_bits(ours, other)
+    assert torch.equal(table, content)
+
+
 def make(dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     params = []

@@ -44,8 +44,9 @@ def _row(scalars: AdamWScalars) -> bytes:
     # NaN holds the place of a beta on the device: no number is equal to it, so a change to one is noticed
     beta1 = math.nan if on_device(scalars.beta1) else float(scalars.beta1)
     beta2 = math.nan if on_device(scalars.beta2) else float(scalars.beta2)
-    if beta2 > 1.0:
-        raise ValueError(f"betas[1] must be from 0 to below 1, got {beta2}: 1 - betas[1] has no root")
+    for index, beta in enumerate((beta1, beta2)):
+        if beta < 0.0 or beta >= 1.0:
+            raise ValueError(f"betas[{index}] must be from 0 to below 1, got {beta}")
     address = 0
     if on_device(lr):
         address, lr = lr.data_ptr(), 0.0
