@@ -189,6 +189,18 @@ def hooks_of_the_users_do_not_touch_other_forms_of_the_state(rank, world_size):
             assert equal_state(other, optimizer), name
 
 
+def test_hooks_see_a_loaded_state_as_it_stays():
+    """Not as torch has cast it to the parameter's dtype."""
+    first, second = (nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16)) for _ in range(2))
+    optimizer, other = (TritonDistAdamW([each], state_dtype=torch.float32) for each in (first, second))
+    found = []
+    other.register_load_state_dict_post_hook(lambda loaded: found.append(loaded.state[second]["exp_avg"].dtype))
+    first.grad = torch.ones_like(first)
+    optimizer.step()
+    other.load_state_dict(optimizer.state_dict())
+    assert found == [torch.float32]
+
+
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])
 def test_states_of_other_shapes_are_refused(name):
     optimizer = CLASSES[name](nn.Parameter(torch.ones(3, 4)))
