@@ -366,7 +366,10 @@ def places_are_known_by_all_names_and_after_other_changes(rank, world_size):
     def put_back(net):
         net.layers.append(nn.Linear(5, 5).to(device))
 
-    for exchange in (share, exchange_within, put_back):
+    def exchange_and_compile(net):
+        net.layers[2] = torch.compile(nn.Linear(5, 5).to(device), backend="eager")
+
+    for exchange in (share, exchange_within, put_back, exchange_and_compile):
         net = Net(device)
         net.layers[0] = net.layers[1]
         optimizer = TritonDistAdamW(net.named_parameters(), model=net)

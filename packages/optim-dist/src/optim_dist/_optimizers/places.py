@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.live import live_optimizers
+from optim_dist._plain_names import plain_names
 
 _get: Callable[[Any, str], Any] = dict.get
 
@@ -23,8 +24,8 @@ class Places:
 
     def __init__(self, model: nn.Module | None) -> None:
         self._model = model
-        self._plain: set[int] = set()  # ids of parameters, which the plan's entries keep
-        self._planned: dict[str, Tensor] = {}
+        self._ids: set[int] = set()  # of parameters, which the plan's entries keep
+        self._planned: dict[str, Tensor] = {}  # by names without torch's wrappers
         # Columns, so that `check` needs no Python code for each parameter: modules' own dicts, which of the dicts in
         # them (torch makes that anew where a module leaves a list), the key there, and what it held.
         self._dicts: list[dict[str, Any]] = []
@@ -35,7 +36,7 @@ class Places:
 
     def add(self, entries: Iterable[Entry]) -> None:
         """Add parameters that are planned now. What has taken the place of earlier ones stays to be found."""
-        self._plain |= {id(entry.parameter) for entry in entries if not isinstance(entry.parameter, DTensor)}
+        self._ids |= {id(entry.parameter) for entry in entries if not isinstance(entry.parameter, DTensor)}
         self._others()
 
     def check(self) -> None:
@@ -60,19 +61,20 @@ class Places:
             return {}
         # a module may have several names
         modules = dict(self._model.named_modules(remove_duplicate=False))
-        found = {
+        parameters = {
             f"{path}.{key}" if path else key: parameter
             for path, module in modules.items()
             for key, parameter in module._parameters.items()
             if parameter is not None
         }
-        present = {name: parameter for name, parameter in found.items() if id(parameter) in self._plain}
-        self._planned |= present
+        plain = plain_names(parameters)
+        found = {plain[name]: parameter for name, parameter in parameters.items()}
+        self._planned |= {name: parameter for name, parameter in found.items() if id(parameter) in self._ids}
         others = {
             name: found[name] for name, planned in self._planned.items() if found.get(name, planned) is not planned
         }
         if not others:  # else the next step looks again
-            for name in present:
+            for name in (name for name, parameter in parameters.items() if id(parameter) in self._ids):
                 path, _, key = name.rpartition(".")
                 self._note(modules[path], "_parameters", key)
                 while path:
