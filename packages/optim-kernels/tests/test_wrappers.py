@@ -77,13 +77,27 @@ def test_the_norm_of_the_latest_step(kind: str, wrap: Any) -> None:
     assert wrapper.grad_norm is optimizer.grad_norm
 
 
+@pytest.mark.parametrize("wrap", [Wrapper, CopyingWrapper])
 @pytest.mark.parametrize("kind", KINDS)
-def test_they_are_explained_alike(kind: str) -> None:
-    optimizer, wrapper = wrapped(kind, Wrapper)
+def test_they_are_explained_alike(kind: str, wrap: Any) -> None:
+    optimizer, wrapper = wrapped(kind, wrap)
     assert " launch" in optimizer.explain()
     assert wrapper.explain() == optimizer.explain()
     if not isinstance(optimizer, TritonAdamW):
         assert wrapper.plans() == optimizer.plans() != []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_optimizer_has_loaded_is_what_wrappers_tell(kind: str) -> None:
+    """The optimizer has other groups and another state by then than a wrapper has copied."""
+    optimizer, wrapper = wrapped(kind, CopyingWrapper)
+    optimizer.load_state_dict(wrapped(kind, CopyingWrapper)[0].state_dict())
+    optimizer.param_groups[0]["lr"] = 0.5
+    wrapper.step()
+    assert wrapper.explain() == optimizer.explain()
+    assert vars(wrapper)["_shared"] is optimizer._shared
+    if isinstance(optimizer, TritonAdamW):
+        assert str(wrapper.to_torch_state_dict()) == str(optimizer.to_torch_state_dict())
 
 
 def test_a_copy_of_what_is_shared_is_not_shared() -> None:

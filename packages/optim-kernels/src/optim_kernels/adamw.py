@@ -49,7 +49,7 @@ from optim_kernels._optimizers.group_clipping import (
 )
 from optim_kernels._optimizers.inference import out_of_inference_mode
 from optim_kernels._optimizers.plain_options import with_dtype_names
-from optim_kernels._optimizers.private_state import KnowsNorm, PrivateState
+from optim_kernels._optimizers.private_state import KnowsNorm, PrivateState, of_its_own
 from optim_kernels._optimizers.stepping import begin_step, hooked_step, is_capturing_here
 from optim_kernels._optimizers.storage import MasterWeights, check_dtype, drop_other_masters, missing_master
 from optim_kernels._options import are_numbers, check_scalars
@@ -357,10 +357,12 @@ class TritonAdamW(KnowsNorm, PrivateState, TorchAdamW):
         """A state dict as torch's: step counts are on the CPU, unless the group is ``capturable`` or ``fused``."""
         return self._state_dict(_as_saved)
 
+    @of_its_own
     def to_torch_state_dict(self) -> dict[str, Any]:
         """A state dict that ``torch.optim.AdamW`` loads, whatever the formats here: floats, and torch's keys."""
         return self._state_dict(_as_torchs)
 
+    @of_its_own
     def explain(self) -> str:
         """A table: what updates each parameter and why, the dtypes, the bytes moved for an element, the launches.
 

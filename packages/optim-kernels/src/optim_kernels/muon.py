@@ -25,6 +25,7 @@ from optim_kernels._optimizers.muon_options import (
     given_options,
     variant_options,
 )
+from optim_kernels._optimizers.private_state import of_its_own
 from optim_kernels._optimizers.stepping import begin_step, hooked_step
 from optim_kernels._optimizers.storage import MasterWeights
 from optim_kernels.orthogonalization import Coefficients, EpsMode, Method
@@ -178,6 +179,7 @@ class TritonMuon(MuonOptimizer):
         self._step_muon(self.param_groups, clip_factor=clip_factor, grad_scale=grad_scale, found_inf=found_inf)
         return loss
 
+    @of_its_own
     def explain(self) -> str:
         """A table of the parameters: how they are read as matrices, which iteration they take, and what computes it.
 

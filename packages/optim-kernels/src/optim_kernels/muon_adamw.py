@@ -33,7 +33,7 @@ from optim_kernels._optimizers.muon_base import MuonOptimizer
 from optim_kernels._optimizers.muon_entries import check_state_in_capture
 from optim_kernels._optimizers.muon_explain import HEADER, explain_row, tiles_of
 from optim_kernels._optimizers.muon_options import check_muon_group
-from optim_kernels._optimizers.private_state import KnowsNorm
+from optim_kernels._optimizers.private_state import KnowsNorm, of_its_own
 from optim_kernels._optimizers.stepping import begin_step, hooked_step
 from optim_kernels._optimizers.storage import check_dtype, drop_other_masters
 from optim_kernels._options import check_switches
@@ -245,6 +245,7 @@ class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
         with self.register_load_state_dict_pre_hook(_unstacked):
             super().load_state_dict(state_dict)
 
+    @of_its_own
     def explain(self) -> str:
         """A table of the parameters: what updates them, and how; tiles and launches are those of the latest step."""
         names, tiles = self._parameter_names(), tiles_of(self.plans())

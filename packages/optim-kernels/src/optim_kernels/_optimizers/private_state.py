@@ -9,11 +9,13 @@ read that, nothing has to be checked. ``state_dict()`` hands out other tensors o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from itertools import chain
 from operator import is_, methodcaller
 from threading import RLock
-from typing import Any
+from typing import Any, TypeVar
+from weakref import ref
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -24,12 +26,14 @@ from optim_kernels.functional._adamw_tensor import with_memory
 from optim_kernels.multi_tensor import KnownAddresses
 
 _to_local = methodcaller("to_local")
+T = TypeVar("T")
 
 
 class Shared:
     """What wrappers of an optimizer share with it, although they copy its attributes: an object that is never replaced.
 
     Attributes:
+        owner: returns that optimizer; a copy has none.
         is_private: whether only the optimizer has read its state, which wrappers hand out, too.
         saving: held while a state dict is made by hooks, which torch goes through and another thread would change.
         grad_norm: of the latest step that clipped by it.
@@ -38,11 +42,23 @@ class Shared:
     is_private = False
     grad_norm: Tensor | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, owner: PrivateState | None = None) -> None:
         self.saving = RLock()
+        self.owner: Callable[[], PrivateState | None] = (lambda: None) if owner is None else ref(owner)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Shared, ()
+
+
+def of_its_own(method: Callable[[Any], T]) -> Callable[[Any], T]:
+    """A method that the optimizer answers itself where a wrapper is asked, whose copies of attributes may be old."""
+
+    @wraps(method)
+    def call(self: PrivateState) -> T:
+        # the owner of what `self` shares is `self`, or an optimizer whose class `self` pretends to be of
+        return method(self._shared.owner() or self)
+
+    return call
 
 
 class KnowsNorm:
@@ -88,7 +104,7 @@ class PrivateState(StatefulOptimizer):
     """An optimizer that knows whether anybody else has read its state; its own code reads ``_own_state``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._shared = Shared()
+        self._shared = Shared(self)
         super().__init__(*args, **kwargs)
         self._shared.is_private = True
 
@@ -109,7 +125,8 @@ class PrivateState(StatefulOptimizer):
         return None if self._shared.is_private else self._own_state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._shared = self.__dict__.get("_shared", Shared())
+        if "_shared" not in self.__dict__:
+            self._shared = Shared(self)
         super().__setstate__(state)
         # after copy.copy the state belongs to another optimizer too
         self._shared.is_private = False
