@@ -178,6 +178,15 @@ def test_programs_share_a_lone_tensor_equally() -> None:
     assert division_of_one(255, True, tuned, 132) is None
 
 
+def test_programs_without_codes_have_chunks_of_one_size() -> None:
+    """Which are full where they may be read 16 bytes at a time; one program counts the steps of no elements."""
+    tuned = Tuning(1024, 1024, 1024, 4)
+    assert division_of_one(5000, True, tuned, 132) == (5, 4)
+    assert division_of_one(5000, False, tuned, 132) == (5, 0)
+    assert division_of_one(4096, True, tuned, 132) == (4, 4)
+    assert division_of_one(0, True, tuned, 132) == (1, 0)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
 @pytest.mark.parametrize("programs", [1, 3, 28])

@@ -117,6 +117,24 @@ def test_kernel_is_the_reference(dtypes: Any, options: dict[str, Any], offset: i
     problem.check()
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("formats", "options"),
+    [
+        ({}, {"clip_factor": torch.tensor(0.3, device=DEVICE), "maximize": True}),
+        ({"slices": 3}, {"present": [torch.tensor(1.0, device=DEVICE)], "lr": torch.tensor(0.1, device=DEVICE)}),
+        ({"master": torch.int16, "amsgrad": True}, {"grad_scale": torch.tensor(2.0, device=DEVICE)}),
+        ({}, {"stochastic_rounding": True, "seed": -7, "indices": [3], "starts": [16]}),
+    ],
+    ids=["plain", "slices", "formats", "random"],
+)
+def test_a_lone_tensor_is_the_references(formats: dict[str, Any], options: dict[str, Any], shape: Any) -> None:
+    """Its kernel is another than that of lists; one without elements has its steps counted, too."""
+    problem = Problem((BF16, BF16, FP32, BF16), (shape,), **formats)
+    assert problem.run(**options)._launches[0]._is_of_one
+    problem.check()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("start", [0, 16, 5])
 def test_random_rounding_is_the_packed_stream(start: int) -> None:

@@ -184,6 +184,27 @@ def test_threads_may_save_at_once(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_thread_that_saves_waits_for_another(kind: str) -> None:
+    """Which goes through hooks meanwhile, of the user's, too."""
+    (p,) = random_parameters((8, 6))
+    optimizer = KINDS[kind](p)
+    steps(optimizer, p, 1)
+    threads, found = [], []
+
+    def save_in_a_thread(*_: Any) -> None:
+        if not threads:
+            threads.append(threading.Thread(target=lambda: found.append(optimizer.state_dict())))
+            threads[0].start()
+            threads[0].join(0.1)
+
+    for hook in (save_in_a_thread, lambda *_: None):
+        optimizer.register_state_dict_post_hook(hook)
+    saved = optimizer.state_dict()
+    threads[0].join()
+    torch.testing.assert_close(found[0]["state"], saved["state"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_parameters_are_named_once_for_all_groups(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a state is loaded or copied; of two thousand groups it took seconds to name all parameters for each."""
     calls, found, parameter_names = [], [], StatefulOptimizer._parameter_names
