@@ -411,6 +411,8 @@ def test_inputs_as_torch_takes_them() -> None:
     assert torch.equal(clip_grad_norm_([], 1.0), torch.tensor(0.0))
     with pytest.warns(UserWarning, match="empty"):
         clip_grad_norm_((p for p in ()), 1.0)
+    # that no parameter has a gradient is no mistake
+    assert torch.equal(get_total_norm(g for g in ()), torch.tensor(0.0))
     assert one.grad is not None
     one.grad[0, 0] = math.nan
     with pytest.raises(RuntimeError, match="error_if_nonfinite"):

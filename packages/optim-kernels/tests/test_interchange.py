@@ -164,6 +164,18 @@ def test_it_may_take_the_place_of_torchs_class(monkeypatch: pytest.MonkeyPatch) 
     assert TritonAdamW(make()).to_torch_state_dict()["param_groups"][0].keys() == torchs_options
 
 
+def test_what_others_put_into_defaults_is_not_taken_for_an_option_of_ours() -> None:
+    """A program may also replace ``defaults``; which options torch lacks does not follow from them."""
+    first, *others = make()
+    optimizer = TritonAdamW([first])
+    optimizer.defaults["note"] = 3
+    optimizer.add_param_group({"params": others})
+    optimizer.defaults = {"lr": 0.1}
+    saved = optimizer.to_torch_state_dict()
+    torchs_options = torch.optim.AdamW(make()).param_groups[0].keys()
+    assert [group.keys() - torchs_options for group in saved["param_groups"]] == [set(), {"note"}]
+
+
 def test_codes_come_back_from_the_numbers_that_torch_keeps() -> None:
     """A state that went through ``torch.optim.AdamW`` goes on to the last bit, where the parameter's dtype is fp32."""
     params = make(torch.float32)

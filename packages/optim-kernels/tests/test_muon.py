@@ -139,6 +139,19 @@ def test_it_is_built_again_from_its_defaults(build: Any) -> None:
         assert {key: value for key, value in group.items() if key != "params"} == of_first
 
 
+def test_a_learning_rate_that_requires_a_gradient_is_read_without_a_warning() -> None:
+    """As in torch, whose step has no gradient with respect to it either."""
+    p, q = parameters((6, 4), (6, 4))
+    give_gradients(p, q)
+    for param, lr in (p, torch.tensor(0.1, requires_grad=True)), (q, torch.tensor(0.1)):
+        with torch.no_grad():
+            param.fill_(1.0)
+        assert param.grad is not None
+        param.grad.copy_(p.grad)
+        TritonMuon([param], lr=lr).step()
+    assert torch.equal(p, q)
+
+
 def test_a_variant_leaves_the_constructors_arguments_alone() -> None:
     """An argument that is not the default holds for a group that names a variant, unless the group has its own."""
     p, q = parameters((6, 4), (6, 4))

@@ -252,6 +252,25 @@ def test_keller_groups() -> None:
     assert all(p.grad is None for p in matrices)
 
 
+def test_defaults_may_be_replaced() -> None:
+    """Keller Jordan's and nanochat's optimizers have none, so programs give them some, for their schedules."""
+    (matrix, *_), (vector, late, *_) = matrices_and_rest()
+    groups: list[dict[str, Any]] = [{"params": [matrix], "use_muon": True}, {"params": [vector], "use_muon": False}]
+    optimizer = TritonMuonAdamW(groups, max_norm=0.5, seed=3, impl="torch")
+    optimizer.defaults = {"lr": 0.1}
+    give_gradients([matrix, vector], 0)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    assert str(optimizer.state_dict()) == str(saved)
+    assert copy.deepcopy(optimizer).defaults["lr"] == 0.1
+    optimizer.add_param_group({"params": [late], "use_muon": False})
+    assert [group["max_norm"] for group in optimizer.param_groups] == [0.5, 0.5, 0.5]
+    assert (optimizer.param_groups[2]["seed"], optimizer.param_groups[2]["impl"]) == (3, "torch")
+    give_gradients([matrix, vector, late], 1)
+    optimizer.step()
+
+
 def test_where_groups_of_others_are_not_followed() -> None:
     """As the README says: AdamW's missing gradients are no zeros, and without ``beta2`` there is no NorMuon."""
     (matrix, *_), (vector, *_) = matrices_and_rest()

@@ -71,6 +71,8 @@ _planned_options = itemgetter(
     "seed",
     "stochastic_rounding",
 )
+# The options that torch's class lacks.
+_OURS = frozenset({"state_dtype", "master_weights", "stochastic_rounding", "seed", "max_norm", "norm_type", "impl"})
 
 
 class TritonAdamW(KnowsNorm, PrivateState, TorchAdamW):
@@ -405,8 +407,6 @@ def _as_torchs(optimizer: Optimizer, content: dict[str, Any]) -> None:
         for key, value in content["state"].items()
         if value or key not in params
     }
-    # not torch.optim.AdamW: a program may put TritonAdamW in its place
-    own = optimizer.defaults.keys() - TorchAdamW([torch.zeros(1)]).defaults.keys()
     content["param_groups"] = [
-        {name: value for name, value in group.items() if name not in own} for group in content["param_groups"]
+        {name: value for name, value in group.items() if name not in _OURS} for group in content["param_groups"]
     ]

@@ -51,7 +51,7 @@ def clip_grad_norm_(
 
     The arguments are torch's; norm and errors are those of `get_total_norm`.
     """
-    parameters = _as_list(parameters)
+    parameters = _parameters(parameters)
     gradients = _gradients(parameters)
     if foreach is None and gradients and not error_if_nonfinite:
         # kernels only, which autograd does not see; entering no_grad would cost the host a tenth of the call
@@ -67,7 +67,7 @@ def compute_global_grad_norm(
     parameters: Tensors, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> Tensor:
     """The norm of the gradients of ``parameters``, skipping those without a gradient; nothing is changed."""
-    return get_total_norm(_gradients(_as_list(parameters)), norm_type, error_if_nonfinite, foreach)
+    return get_total_norm(_gradients(_parameters(parameters)), norm_type, error_if_nonfinite, foreach)
 
 
 def get_total_norm(
@@ -123,7 +123,7 @@ def clip_grads_with_norm_(
         TypeError: something else in place of a parameter, or of the norm.
         ValueError: a norm that is not one number, or a gradient that cannot be scaled in place; then none is.
     """
-    parameters = _as_list(parameters)
+    parameters = _parameters(parameters)
     if foreach:
         clip_grads_by_torch_(parameters, max_norm, total_norm, True)
         return
@@ -204,9 +204,14 @@ def _as_list(tensors: Tensors) -> list[Tensor]:
         return [tensors]
     if not isinstance(tensors, Iterable):
         raise TypeError(f"expected a tensor or an iterable of tensors, got a {type(tensors).__name__}")
-    listed = list(tensors)
-    if not listed and isinstance(tensors, types.GeneratorType):
-        warnings.warn("the generator of tensors is empty, so there is nothing to clip", stacklevel=3)
+    return list(tensors)
+
+
+def _parameters(parameters: Tensors) -> list[Tensor]:
+    """The parameters as a list that is only read; warns of a generator without any, which may have been used up."""
+    listed = _as_list(parameters)
+    if not listed and isinstance(parameters, types.GeneratorType):
+        warnings.warn("the generator of parameters is empty, so there is nothing to clip", stacklevel=3)
     return listed
 
 

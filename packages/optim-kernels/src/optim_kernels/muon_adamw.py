@@ -46,6 +46,8 @@ __all__ = ["TritonMuonAdamW"]
 _NOT_HERE = ("amsgrad", "differentiable", "master_weights", "state_dtype", "stochastic_rounding")
 # What stands for them, and for torch's choices of an implementation: nothing asked for.
 _AS_TORCH: dict[str, Any] = dict.fromkeys((*_NOT_HERE, "foreach", "fused"))
+# The optimizer's own options, which hold for groups of both kinds that leave them out.
+_SHARED: dict[str, Any] = {"max_norm": None, "seed": 0, "capturable": False, "impl": "auto"}
 
 
 def _options(group: dict[str, Any]) -> list[Any]:
@@ -91,10 +93,17 @@ class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
     def _is_muon(self, group: dict[str, Any]) -> bool:
         return group["kind"] == "muon"
 
+    def _shared_options(self) -> dict[str, Any]:
+        """What groups take from the optimizer: its ``defaults``, or the first group where a program has replaced them.
+
+        Keller Jordan's and nanochat's optimizers have none, and programs give them some: an lr for their schedules.
+        """
+        first = self.param_groups[0] if self.param_groups else {}
+        return {key: self.defaults.get(key, first.get(key, value)) for key, value in _SHARED.items()}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its ``kind`` decides which options it is completed with."""
-        mine = {key: self.defaults[key] for key in ("max_norm", "seed", "capturable", "impl")}
-        group = completed_group(param_group, **mine)
+        group = completed_group(param_group, **self._shared_options())
         super().add_param_group(group)
         self._adamw = None
         try:
@@ -107,10 +116,11 @@ class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._adamw, self._norms = None, GradientNorms(self.defaults["impl"])
+        shared = self._shared_options()
+        self._adamw, self._norms = None, GradientNorms(shared["impl"])
         names = self._parameter_names()
         for group in self.param_groups:
-            group.setdefault("max_norm", self.defaults["max_norm"])
+            group.setdefault("max_norm", shared["max_norm"])
             check_clipping(self, group)
             if not self._is_muon(group):
                 _check_adamw_group(group, names, loaded=True)

@@ -155,7 +155,7 @@ def check_group(group: Mapping[str, Any], *, loaded: bool = False) -> None:
 
 def _check_ranges(group: Mapping[str, Any], *, least: float) -> None:
     check_muon_scalars(group)
-    if not float(group["lr"]) >= least:
+    if not group["lr"] >= least:
         raise ValueError(f"Learning rate should be >= 0 but is: {group['lr']}")
     if not group["momentum"] >= least:
         raise ValueError(f"momentum should be >= 0 but is: {group['momentum']}")
