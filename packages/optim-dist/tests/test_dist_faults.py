@@ -48,6 +48,7 @@ def refuse_alone(rank, world_size):
     for optimizer, given, bad, message in (
         (TritonDistAdamW, model.parameters(), {"lr": -1.0, "timeout": 20}, "Invalid learning rate: -1.0"),
         (TritonDistMuon, [{**weight, "lr": -1.0}], {}, "Learning rate should be >= 0 but is: -1.0"),
+        (TritonDistMuon, [{**weight, "views": [3]}], {"timeout": 20}, "the view of .* must be a MatrixView or None"),
         (TritonDistMuon, [weight], {"variant": "best"}, "unknown variant 'best'"),
         (TritonDistMuonAdamW, [weight], {"variant": "best"}, "unknown variant 'best'"),
         (TritonDistAdamW, [weight], {"bucket_mb": -1}, "bucket_mb must be"),
