@@ -342,15 +342,19 @@ def new_parameters_may_be_added_in_several_groups(rank, world_size):
     """As of a new head, whose matrix and bias have other hyperparameters."""
     net, optimizer = build(rank)
     net.layers[3] = nn.Linear(5, 5).to(device_of(rank))
-    for name, parameter in net.layers[3].named_parameters():
+    net.layers.append(nn.Linear(5, 5).to(device_of(rank)))
+    for name, parameter in net.layers[3:].named_parameters():
         optimizer.add_param_group({"params": [(f"new.{name}", parameter)], "weight_decay": 0.1})
     before = values(net)
     net(batch(rank, 0)).backward()
     optimizer.step()
     assert not any(torch.equal(*pair) for pair in zip(before, values(net), strict=True))
-    net.layers[3].bias = nn.Parameter(net.layers[3].bias.detach().clone())
-    with pytest.raises(RuntimeError, match=r"layers\.3\.bias is another parameter"):
-        optimizer.step()
+    for place in (3, 4):
+        bias = net.layers[place].bias
+        net.layers[place].bias = nn.Parameter(bias.detach().clone())
+        with pytest.raises(RuntimeError, match=rf"layers\.{place}\.bias is another parameter"):
+            optimizer.step()
+        net.layers[place].bias = bias
 
 
 @scenario(1, 2)
