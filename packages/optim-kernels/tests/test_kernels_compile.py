@@ -41,6 +41,8 @@ import traceback
 from contextlib import redirect_stdout
 from importlib import import_module
 from io import StringIO
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import triton
 import triton.language as tl
@@ -49,6 +51,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from optim_kernels.adamw_kernels import Format
+from sass import disassembled
 
 def constant(value):
     if isinstance(value, dict):
@@ -84,7 +87,11 @@ def compiled(*kind):
     shuffled = [line.split("-> tensor<")[1].split(", ", 1)[1] for line in lines if "shfl.sync.idx" in line]
     shuffled = [re.sub("#blocked[0-9]*", lambda name: layouts[name[0]], layout) for layout in shuffled]
     multiplies = re.search(r"wgmma|mma.sync.aligned.m[0-9a-z]+.row.col.f64", made.asm["ptx"])
-    return len(made.asm["cubin"]), made.metadata.shared, shuffled, bool(multiplies)
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        exchanges = "SHFL" in disassembled(Path(file.name))
+    return len(made.asm["cubin"]), made.metadata.shared, shuffled, bool(multiplies), exchanges
 
 def of_ones(module, name, constants, types, options):
     kernel, spills = kernel_of(module, name), {}
@@ -415,8 +422,13 @@ PRODUCTS = {
 KINDS = ADAMW | CLIP | NORMALIZE | INT8 | SLICES | MOMENTUM | UPDATE | ELEMENTS | PRODUCTS
 
 
+# bytes of code and of shared memory, layouts that are shuffled, whether tensor cores multiply, whether a warp's threads
+# exchange numbers
+Compiled = tuple[int, int, list[str], bool, bool]
+
+
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, tuple[int, int, list[str], bool] | str]:
+def compiled() -> dict[str, Compiled | str]:
     """Of every kind what COMPILE finds, or why it does not."""
     return compiled_for(90, KINDS)
 
@@ -428,13 +440,15 @@ def compiled_for(target: int, kinds: dict[str, Kind], find: str = "compiled") ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_the_kernels_compile_for_hopper(name: str, compiled: dict[str, tuple[int, int, list[str], bool] | str]) -> None:
+def test_the_kernels_compile_for_hopper(name: str, compiled: dict[str, Compiled | str]) -> None:
     found = compiled[name]
     assert not isinstance(found, str), found[-3000:]
-    code, shared, shuffled, on_tensor_cores = found
+    code, shared, shuffled, on_tensor_cores, exchanges = found
     assert code > 1000
     assert shared <= 232_448  # bytes that a program on Hopper may have
     assert on_tensor_cores == name.startswith(("general, ", "symmetric", "joined", "last, "))
+    # or a warp's threads would wait for their step's counter at once, which one of them asks for later (`step_counts`)
+    assert not (exchanges and name in ADAMW and not shuffled)
     # a warp has the scales of its own blocks where each thread has one, in their order
     assert bool(shuffled) == ("uint8" in json.dumps(KINDS[name]))
     warps = KINDS[name][-1].get("num_warps")

@@ -62,7 +62,7 @@ def update_chunk(
         offset = first
         tile = read_tile(places, offset, True, TILE, F, False)
         keep, t, random, scalars, arrived = _start(
-            step_pointer, flags, factors, row, rates, stream, memo, counter, F, MEMO, MEMO or CHUNK == TILE
+            step_pointer, flags, factors, row, rates, stream, memo, counter, num_others, F, MEMO, MEMO or CHUNK == TILE
         )
         scales = with_underflow(stored_scales, F)
         # the next tile is on its way while this one is worked on
@@ -84,10 +84,10 @@ def update_chunk(
                 offset += TILE
             scales = _update_tile(tile, places, offset, keep, scales, last, scalars, random, F, False)
         store_scales(scale_addresses, first, tl.where(keep, end, first), scales, F)
-        _finish(row, memo, step_pointer, t, counter, arrived, num_others, keep, is_last)
+        _finish(row, memo, step_pointer, t, arrived, num_others, keep, is_last)
     else:
         keep, t, random, scalars, arrived = _start(
-            step_pointer, flags, factors, row, rates, stream, memo, counter, F, MEMO, MEMO or CHUNK == TILE
+            step_pointer, flags, factors, row, rates, stream, memo, counter, num_others, F, MEMO, MEMO or CHUNK == TILE
         )
         scales = with_underflow(stored_scales, F)
         for offset in range(first, tl.where(keep, end, first), TAIL_TILE):
@@ -96,7 +96,7 @@ def update_chunk(
             tile = read_tile(places, offset, mask, TAIL_TILE, F, True)
             scales = _update_tile(tile, places, offset, mask, scales, i, scalars, random, F, True)
         store_scales(scale_addresses, first, tl.where(keep, end, first), scales, F)
-        _finish(row, memo, step_pointer, t, counter, arrived, num_others, keep, is_last)
+        _finish(row, memo, step_pointer, t, arrived, num_others, keep, is_last)
 
 
 @triton.jit
@@ -118,6 +118,7 @@ def _start(
     stream,
     memo,
     counter,
+    num_others,
     F: tl.constexpr,
     MEMO: tl.constexpr,
     EARLY: tl.constexpr,
@@ -133,16 +134,16 @@ def _start(
     # ``arrive`` waits for t, during which no load is issued, and then begins the counter's round trip. Where tiles do
     # not hide that round trip (EARLY), the scalars do; elsewhere the scalars' loads go first
     if EARLY:
-        arrived = arrive(counter, keep.to(tl.int32), t)
+        arrived = arrive(counter, keep, t, num_others)
     scalars = scalars_of_step(group, row, t, scale, MEMO)
     if not EARLY:
-        arrived = arrive(counter, keep.to(tl.int32), t)
+        arrived = arrive(counter, keep, t, num_others)
     return keep, t, (seed, place, start, t.to(tl.int64)), scalars, arrived
 
 
 @triton.jit
-def _finish(row, memo, step_pointer, t, counter, arrived, num_others, keep, is_last):
+def _finish(row, memo, step_pointer, t, arrived, num_others, keep, is_last):
     """End a program whose elements are done: leave the memo for the next step, advance the count."""
     if is_last & keep:
         leave_memo(row, t + 1.0, memo)
-    advance(step_pointer, t, counter, arrived, num_others, keep)
+    advance(step_pointer, t, arrived, num_others, keep)

@@ -136,7 +136,8 @@ def updates_kernel(
         step = tl.load(row + _STEP).to(tl.pointer_type(tl.float32))
         last = tl.load(row + _NUM_CHUNKS).to(tl.int32) - 1
         # no step is skipped, and all counts are above zero
-        advance(step, t, counters + tensor, arrive(counters + tensor, 1, t), last, t > 0.0)
+        keep = t > 0.0
+        advance(step, t, arrive(counters + tensor, keep, t, last), last, keep)
 
 
 @triton.jit

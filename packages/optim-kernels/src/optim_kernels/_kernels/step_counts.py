@@ -9,15 +9,18 @@ from optim_kernels._triton import INTERPRETED, tl, triton
 
 
 @triton.jit
-def arrive(counter, amount, t):
-    """Add ``amount`` (int32) to the counter and return its earlier value, in the program's first thread only.
+def arrive(counter, keep, t, last):
+    """Count this program unless the step is not to be kept; return how many came before it, in its first thread only.
 
-    Before it adds, all threads of the program have come this far and have loaded what ``t`` (fp32) was made of: a load
-    still under way could return what the last program stores. ``tl.atomic_add`` hands the value to every thread at
-    once, so all wait for the round trip to L2; here only the first thread waits, and only when the value is used.
+    The program that ``last`` others came before clears the counter for the next launch. Before it counts, all threads
+    of the program have come this far and have loaded what ``t`` (fp32) was made of: a load still under way could return
+    what the last program stores. ``tl.atomic_add`` hands the value to every thread at once, so all wait for the round
+    trip to L2; here only the first thread waits, and only when the value is used. That takes an instruction that wraps
+    around: ptxas sums up those that add over a warp, and hands the result to its threads at once, too.
     """
     if INTERPRETED:
-        earlier = tl.atomic_add(counter, amount, sem="relaxed")
+        earlier = tl.atomic_add(counter, keep.to(tl.int32), sem="relaxed")
+        tl.store(counter, 0, mask=keep & (earlier == last))
     else:
         # the barrier's predicate is on t, so each thread waits for its own; an infinite t is not counted
         earlier = tl.inline_asm_elementwise(
@@ -28,12 +31,12 @@ def arrive(counter, amount, t):
             bar.red.or.pred infinite, 0, infinite;
             mov.u32 thread, %tid.x;
             mov.u32 $0, 0;
-            setp.eq.u32 first, thread, 0;
-            @infinite setp.ne.u32 first, thread, thread;
-            @first atom.relaxed.gpu.global.add.u32 $0, [$1], $2;
+            @infinite mov.u32 thread, 1;
+            setp.lt.u32 first, thread, $2;
+            @first atom.relaxed.gpu.global.inc.u32 $0, [$1], $4;
             }""",
-            "=&r,l,r,f",
-            [counter.to(tl.int64), amount, t],
+            "=&r,l,r,f,r",
+            [counter.to(tl.int64), keep.to(tl.int32), t, last.to(tl.int32)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
@@ -42,9 +45,7 @@ def arrive(counter, amount, t):
 
 
 @triton.jit
-def advance(step_pointer, t, counter, arrived, last, keep):
-    """Store the count ``t`` and clear the counter, if this program was the last to arrive and the step is kept."""
+def advance(step_pointer, t, arrived, last, keep):
+    """Store the count ``t``, if this program was the last to arrive and the step is kept."""
     # true in one thread of one program
-    mask = keep & (arrived == last)
-    tl.store(counter, 0, mask=mask)
-    tl.store(step_pointer, t, mask=mask)
+    tl.store(step_pointer, t, mask=keep & (arrived == last))
