@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pickle import PicklingError
 
 import pytest
 import torch
@@ -35,6 +36,12 @@ def test_results_come_in_rank_order() -> None:
 def test_there_is_a_rank() -> None:
     with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
         run_ranks(summed, 0, torch.ones(2))
+
+
+def test_what_cannot_be_pickled_is_refused_with_what_to_give() -> None:
+    with pytest.raises((AttributeError, TypeError, PicklingError)) as error:
+        run_ranks(lambda rank, world_size: rank, 2)
+    assert "give a function of a module" in error.value.__notes__[0]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pickle import PicklingError
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -76,7 +77,11 @@ def run_ranks(
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(target=_rank_main, args=(sender, function, rank, args, settings), daemon=True)
-            process.start()
+            try:
+                process.start()
+            except (AttributeError, TypeError, PicklingError) as error:
+                error.add_note(f"{function!r} and its arguments are pickled for the ranks: give a function of a module")
+                raise
             sender.close()
             processes.append(process)
             pipes.append(receiver)
