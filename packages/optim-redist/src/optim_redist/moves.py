@@ -197,6 +197,10 @@ class Request:
         """Whether the ranks lie in more than one group of the topology."""
         return bool(self.model.topology.levels and self.groups)
 
+    def allows(self, peak_bytes: int) -> bool:
+        """Whether the memory limit, if there is one, leaves room for this peak."""
+        return self.memory_limit is None or peak_bytes <= self.memory_limit
+
     @property
     def groups(self) -> Groups:
         """What the groups of the topology hold and need."""

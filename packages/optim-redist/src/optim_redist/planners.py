@@ -87,7 +87,7 @@ def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = N
             continue
         if candidate is not None:
             found.append(candidate)
-            if _fits(candidate, request):
+            if request.allows(candidate.peak_bytes):
                 best = min(best, candidate.seconds)
     if not found:
         raise RedistError(
@@ -98,12 +98,8 @@ def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = N
     return found, hopeless
 
 
-def _fits(candidate: Candidate, request: Request) -> bool:
-    return request.memory_limit is None or candidate.peak_bytes <= request.memory_limit
-
-
 def _fits_at_once(candidate: Candidate, request: Request) -> bool:
-    return _fits(candidate, request) and all(step.rounds == 1 for step in candidate.steps)
+    return request.allows(candidate.peak_bytes) and all(step.rounds == 1 for step in candidate.steps)
 
 
 def best_relay(problem: Problem, limits: Bounds) -> tuple[str, int]:
@@ -164,10 +160,9 @@ def _scatter(request: Request, limits: Bounds) -> Candidate | None:
 
 
 def _spread(request: Request, limits: Bounds) -> Candidate | None:
-    dst, limit = request.problem.dst, request.memory_limit
-    ways = [[("exchange", middle), ("all_gather", dst)] for middle in spread(request.problem)]
+    ways = [[("exchange", middle), ("all_gather", request.problem.dst)] for middle in spread(request.problem)]
     found = [from_layouts("spread", request, way) for way in ways]
-    return min(found, key=lambda one: (limit is not None and one.peak_bytes > limit, one.seconds), default=None)
+    return min(found, key=lambda one: (not request.allows(one.peak_bytes), one.seconds), default=None)
 
 
 def _can_be_spread(request: Request, limits: Bounds) -> bool:
@@ -177,7 +172,7 @@ def _can_be_spread(request: Request, limits: Bounds) -> bool:
 
 
 def _hierarchical(request: Request, limits: Bounds) -> Candidate | None:
-    problem, limit = request.problem, request.memory_limit
+    problem = request.problem
     if problem.num_contributions == 1:
         return from_phases("hierarchical", request)
     reducing = ways_to_reduce(problem.shape, problem.src, problem.dst, request.model.topology)
@@ -185,7 +180,7 @@ def _hierarchical(request: Request, limits: Bounds) -> Candidate | None:
         return None
     src, ways = reducing
     found = [from_ways(request, src, way) for way in ways]
-    return min(found, key=lambda c: (limit is not None and c.peak_bytes > limit, c.seconds, len(c.steps)))
+    return min(found, key=lambda c: (not request.allows(c.peak_bytes), c.seconds, len(c.steps)))
 
 
 def _can_be_hierarchical(request: Request, limits: Bounds) -> bool:
@@ -198,7 +193,7 @@ def _notebook(request: Request, limits: Bounds) -> Candidate:
     problem = request.problem
     most = None if request.memory_limit is None else request.memory_limit // request.itemsize
     found = from_layouts("notebook", request, notebook_layouts(problem.shape, problem.src, problem.dst, most))
-    if request.memory_limit is None or found.peak_bytes <= request.memory_limit:
+    if request.allows(found.peak_bytes):
         return found
     # what OptimalRedist falls back to where nothing else stays inside the limits
     return from_layouts("notebook", request, [("exchange_*", problem.dst)])

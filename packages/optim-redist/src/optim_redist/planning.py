@@ -279,12 +279,10 @@ def _decide(request: Request, asked: tuple[str, ...] | None) -> _Decision:
     problem, model = request.problem, request.model
     limits = bounds_of(problem, model.topology, itemsize=request.itemsize)
     found, hopeless = candidates(request, limits, asked)
-    chosen = found[0]
-    if len(found) > 1 or request.memory_limit is not None:
-        fitting = [c for c in found if request.memory_limit is None or c.peak_bytes <= request.memory_limit]
-        if not fitting:
-            raise _infeasible(request, limits, asked)
-        chosen = min(fitting, key=lambda c: (c.seconds, len(c.steps), c.peak_bytes, c.planner))
+    fitting = [c for c in found if request.allows(c.peak_bytes)]
+    if not fitting:
+        raise _infeasible(request, limits, asked)
+    chosen = min(fitting, key=lambda c: (c.seconds, len(c.steps), c.peak_bytes, c.planner))
     lost = [Alternative(c.planner, c.seconds, _why_not(c, chosen, request)) for c in found if c is not chosen]
     lost += [Alternative(*other) for other in hopeless]
     seconds = chosen.seconds
@@ -309,7 +307,7 @@ def _decide(request: Request, asked: tuple[str, ...] | None) -> _Decision:
 
 
 def _why_not(loser: Candidate, winner: Candidate, request: Request) -> str:
-    if request.memory_limit is not None and loser.peak_bytes > request.memory_limit:
+    if not request.allows(loser.peak_bytes):
         peak = f"its peak of {loser.peak_bytes} bytes exceeds the limit of {request.memory_limit}"
         return f"takes {loser.seconds * 1e6:.1f} µs, and {peak}"
     if loser.seconds > winner.seconds:

@@ -78,7 +78,7 @@ def one_exchange(
     if request.aside:
         held += max(request.aside.values())
     peak = held * width + partial_bytes(request)
-    if request.memory_limit is not None and peak > request.memory_limit:
+    if not request.allows(peak):
         return from_phases(method, request, op=op)
     step = _library_step(request, op, limits, peak) if method == "direct" else None
     if step is None:

@@ -55,14 +55,12 @@ def _middles(problem: Problem) -> list[Layout]:
 
 def _quickest(request: Request) -> Candidate | None:
     """The quickest exchange that fits under the limit."""
-    problem, limit = request.problem, request.memory_limit
-    assert limit is not None, "without a limit one exchange has all the room it takes"
-    limits = bounds_of(problem)
+    problem, limits = request.problem, bounds_of(request.problem)
     moves = limits.lb > 0
     found = [one_exchange(request, limits, "exchange" if moves else "slice")]
     if can_be_packed(request, limits):
         found.append(packed_exchange(request, limits))
     if moves and request.has_borders and problem.num_contributions == 1:
         found.append(from_phases("hierarchical", request))
-    fitting = [one for one in found if one.peak_bytes <= limit]
+    fitting = [one for one in found if request.allows(one.peak_bytes)]
     return counted(min(fitting, key=lambda one: one.seconds), request) if fitting else None
