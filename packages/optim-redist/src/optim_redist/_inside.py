@@ -13,9 +13,9 @@ points form no grid on the remaining dimensions, the sum runs over pairs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from optim_redist._lazy import lazy
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from optim_redist.problem import Point, Problem
 
 Part = tuple["Point", int]  # a source point and the number of a pending contribution
+Place = TypeVar("Place", bound=Hashable)
 
 
 class Inside:
@@ -52,22 +53,12 @@ class Inside:
     @lazy
     def holders(self) -> dict[Part, list[int]]:
         """The source parts that are held here, each with the ranks that hold it here."""
-        found: dict[Part, list[int]] = {}
-        points, contribution = self.problem.src_points, self.problem.contribution
-        for rank in self.ranks:
-            if rank in points:
-                found.setdefault((points[rank], contribution[rank]), []).append(rank)
-        return found
+        return ranks_at(self.problem.part_of, self.ranks)
 
     @lazy
     def needers(self) -> dict[Point, list[int]]:
         """The target points that are needed here, each with the ranks that need it here."""
-        found: dict[Point, list[int]] = {}
-        points = self.problem.dst_points
-        for rank in self.ranks:
-            if rank in points:
-                found.setdefault(points[rank], []).append(rank)
-        return found
+        return ranks_at(self.problem.dst_points, self.ranks)
 
     @property
     def is_split(self) -> bool:
@@ -172,6 +163,15 @@ class Groups:
 
     def __bool__(self) -> bool:
         return bool(self.levels)
+
+
+def ranks_at(places: Mapping[int, Place], ranks: Iterable[int]) -> dict[Place, list[int]]:
+    """The ranks at each place, in their order; those that are nowhere are left out."""
+    found: dict[Place, list[int]] = {}
+    for rank in ranks:
+        if rank in places:
+            found.setdefault(places[rank], []).append(rank)
+    return found
 
 
 def total_shared(problem: Problem, sources: Collection[Point], targets: Collection[Point]) -> int:

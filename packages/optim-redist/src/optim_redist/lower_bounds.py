@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from optim_redist._files import record, undamaged
-from optim_redist._inside import Inside
+from optim_redist._inside import Inside, Part
 from optim_redist._mesh import as_shape, int_tuple
 from optim_redist.cost import Topology, check_topology
 from optim_redist.errors import RedistError
@@ -216,13 +216,9 @@ def _sends(problem: Problem) -> tuple[int, int]:
 
 def _kept_by_holders(problem: Problem) -> Collection[int]:
     """For every part, the elements that its holders keep, summed over them."""
-    found: dict[object, int] = {}
-    holders: Mapping[int, object] = problem.src_points
-    if problem.num_contributions > 1:
-        holders = {rank: (point, problem.contribution[rank]) for rank, point in problem.src_points.items()}
+    found = Counter[Part]()
     for rank, n in problem.num_kept.items():
-        part = holders[rank]
-        found[part] = found.get(part, 0) + n
+        found[problem.part_of[rank]] += n
     return found.values()
 
 

@@ -24,7 +24,7 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, get_args
 
-from optim_redist._inside import Groups, Part
+from optim_redist._inside import Groups, Part, ranks_at
 from optim_redist._lazy import lazy
 from optim_redist._mesh import coordinates
 from optim_redist.boxes import Box
@@ -132,6 +132,11 @@ class Problem:
         return _by_rank(self.src, self._src_axes)
 
     @lazy
+    def part_of(self) -> dict[int, Part]:
+        """What each source rank holds: the point, and which contribution."""
+        return {rank: (point, self.contribution[rank]) for rank, point in self.src_points.items()}
+
+    @lazy
     def _all_dst_points(self) -> dict[int, Point]:
         return _by_rank(self.dst, self._dst_axes)
 
@@ -172,21 +177,14 @@ class Problem:
         return tuple(sorted({*src.ranks, *dst.ranks}))
 
     @lazy
-    def holders(self) -> dict[tuple[Point, int], list[int]]:
+    def holders(self) -> dict[Part, list[int]]:
         """The ranks at each source point with each contribution, ascending."""
-        found: dict[tuple[Point, int], list[int]] = {}
-        points, contribution = self.src_points, self.contribution
-        for rank in sorted(points):
-            found.setdefault((points[rank], contribution[rank]), []).append(rank)
-        return found
+        return ranks_at(self.part_of, sorted(self.part_of))
 
     @lazy
     def needers(self) -> dict[Point, list[int]]:
         """The ranks at each target point, ascending."""
-        found: dict[Point, list[int]] = {}
-        for rank in sorted(self.dst_points):
-            found.setdefault(self.dst_points[rank], []).append(rank)
-        return found
+        return ranks_at(self.dst_points, sorted(self.dst_points))
 
     @lazy
     def held_sizes(self) -> dict[Point, int]:

@@ -60,26 +60,17 @@ def _rounds_of_values(phase: Phase, num_rounds: int, numbers: Sequence[int]) -> 
 
 def fullest_round(problem: Problem, phase: Phase, num_rounds: int) -> dict[int, int]:
     """For every rank, the most elements that it sends and receives in any one round; boxes are not cut for this."""
-    if problem.num_contributions > 1:
-        return _fullest_of_reduction(problem, phase, num_rounds)
-    sizes_of, totals = RoundSizes(num_rounds), defaultdict[int, int](int)
+    of_value, totals = RoundSizes(num_rounds), defaultdict[int, int](int)
+    of_contribution = _sizes_of_reduction(problem, num_rounds) if problem.num_contributions > 1 else None
     for number, transfer in enumerate(phase.transfers):
         if transfer.sender != transfer.receiver:
-            sizes = sizes_of(*_steps_of_box(transfer.box, num_rounds), number % num_rounds)
+            if of_contribution is not None:
+                sizes = of_contribution(transfer)
+            else:
+                sizes = of_value(*_steps_of_box(transfer.box, num_rounds), number % num_rounds)
             totals[transfer.sender] += sizes
             totals[transfer.receiver] += sizes
-    return {rank: sizes_of.largest(total) for rank, total in totals.items()}
-
-
-def _fullest_of_reduction(problem: Problem, phase: Phase, num_rounds: int) -> dict[int, int]:
-    sizes_of, totals = _sizes_of_reduction(problem, num_rounds), defaultdict[int, int](int)
-    for transfer in phase.transfers:
-        if transfer.sender != transfer.receiver:
-            sizes = sizes_of(transfer)
-            totals[transfer.sender] += sizes
-            totals[transfer.receiver] += sizes
-    largest = RoundSizes(num_rounds).largest
-    return {rank: largest(total) for rank, total in totals.items()}
+    return {rank: of_value.largest(total) for rank, total in totals.items()}
 
 
 class RoundSizes:

@@ -58,7 +58,7 @@ def _dealt(problem: Problem, rank: int) -> Iterator[Transfer]:
     reduces = problem.num_contributions > 1
     src, dst = problem.src_points.get(rank), problem.dst_points.get(rank)
     if src is not None:
-        own = src, problem.contribution[rank]
+        own = problem.part_of[rank]
         holders, number = problem.holders[own], own[1] if reduces else FINISHED
         ends, begin = _ends(problem, own), 0
         for receiver, box in demands_of(problem, *own):
