@@ -17,7 +17,7 @@ what is held while that one is unused. A gather is not considered if it leads to
 
 from __future__ import annotations
 
-from collections.abc import Mapping as Table
+from collections.abc import Mapping
 from math import inf, prod
 from typing import Protocol
 
@@ -43,7 +43,7 @@ class Floor:
         cap: the largest value of the bound.
     """
 
-    def __init__(self, codes: Codes, least: Table[int, int], prices: Prices, cap: float) -> None:
+    def __init__(self, codes: Codes, least: Mapping[int, int], prices: Prices, cap: float) -> None:
         # for each axis its bit, its size and the others of that size
         self.axes = [(1 << 3 * axis, size, alike) for axis, (size, alike) in enumerate(zip(codes.sizes, codes.alike))]
         self._several: list[tuple[int, int]] = []

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 UNSPLIT = -1
 Axes = tuple[int, ...]
-Mapping = tuple[Axes, ...]
+DimsMapping = tuple[Axes, ...]
 
 
 def whole_numbers(values: Any, argument: str, what: str) -> tuple[int, ...]:
@@ -35,7 +35,7 @@ def whole_numbers(values: Any, argument: str, what: str) -> tuple[int, ...]:
 class State(NamedTuple):
     """What distinguishes the distributions of one mesh: axes per dimension, major to minor, and block lengths."""
 
-    mapping: Mapping
+    mapping: DimsMapping
     blocks: tuple[int, ...]
 
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from optim_redist._multi_axis.codes import Codes
 from optim_redist._multi_axis.estimate import Estimate
 from optim_redist._multi_axis.floor import Prices
-from optim_redist._multi_axis.moves import Axes, Mapping, Move, State, axes_size
+from optim_redist._multi_axis.moves import Axes, DimsMapping, Move, State, axes_size
 from optim_redist._multi_axis.moves_left import MovesLeft
 from optim_redist._multi_axis.names import name_of
 from optim_redist._multi_axis.parts import Part
@@ -169,7 +169,7 @@ class _StepsByBound:
     ) -> None:
         self._move_set, self._estimate, self._prices = move_set, estimate, prices
         self._target_size, self._leap = target_size, leap
-        self._known: dict[tuple[Mapping, int, int], Onward] = {}
+        self._known: dict[tuple[DimsMapping, int, int], Onward] = {}
 
     def __call__(self, node: Node) -> Onward:
         """The steps out of ``node``, kept for all states that differ from it in their blocks alone.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from math import prod
 
-from optim_redist._multi_axis.moves import Axes, Mapping, Move, State, axes_size
+from optim_redist._multi_axis.moves import Axes, DimsMapping, Move, State, axes_size
 from optim_redist._multi_axis.names import name_of
 from optim_redist._multi_axis.parts import Dimension, Part
 
@@ -60,7 +60,7 @@ class MoveSet:
             for tensor_dim, (length, given) in enumerate(zip(shape, blocks))
         ]
         self._equal_axes = [pair for pair in combinations(range(len(sizes)), 2) if sizes[pair[0]] == sizes[pair[1]]]
-        self._steps_from: dict[Mapping, list[AlikeSteps]] = {}
+        self._steps_from: dict[DimsMapping, list[AlikeSteps]] = {}
         # splits of unused axes, steps out of one dimension, and permutations: many mappings have them in common
         self._splits: dict[Axes, list[AlikeSteps]] = {}
         self._departures: dict[tuple[int, Axes], list[AlikeSteps]] = {}
@@ -70,7 +70,7 @@ class MoveSet:
         """The parts of a compatible state."""
         return tuple([dim.parts(axes, (block,))[0] for dim, axes, block in zip(self._dims, *state)])
 
-    def steps_from(self, mapping: Mapping) -> list[AlikeSteps]:
+    def steps_from(self, mapping: DimsMapping) -> list[AlikeSteps]:
         """Every step out of the states with this mapping."""
         found = self._steps_from.get(mapping)
         if found is None:
