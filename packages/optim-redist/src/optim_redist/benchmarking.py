@@ -29,7 +29,6 @@ from optim_redist.execute import default_model, program_for
 from optim_redist.layout import Layout
 from optim_redist.parsing import parse_layout
 from optim_redist.planning import plan
-from optim_redist.plans import Plan
 from optim_redist.units import align
 
 # moves on a mesh of one axis and on a mesh of two, as placements
@@ -128,7 +127,8 @@ def _measure_row(
     local = _local_tensor(src, shape, device)
     theirs = DTensor.from_local(local, mesh, to_placements(src, shape), shape=torch.Size(shape), stride=(shape[1], 1))
     placements = to_placements(dst, shape)
-    ours_call, theirs_call = _ours(made, local), lambda: theirs.redistribute(placements=placements).to_local()
+    program = program_for(made)
+    ours_call, theirs_call = lambda: program(local), lambda: theirs.redistribute(placements=placements).to_local()
     same = _agree(ours_call(), theirs_call()) if against == "dtensor" else True
     ours_ms = theirs_ms = raw_ms = ours_peak = theirs_peak = None
     bound = made.bounds.lb * made.itemsize
@@ -151,11 +151,6 @@ def _measure_row(
         dtensor_peak=theirs_peak,
         same=same,
     )
-
-
-def _ours(made: Plan, local: Tensor) -> Callable[[], Tensor | None]:
-    program = program_for(made)
-    return lambda: program(local)
 
 
 def _local_tensor(layout: Layout, shape: Sequence[int], device: torch.device) -> Tensor:

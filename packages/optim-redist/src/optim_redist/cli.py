@@ -12,7 +12,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from io import TextIOWrapper
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +66,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="command")
-    _task_command(commands, "plan", _plan, "the cheapest plan as a table")
-    _task_command(commands, "explain", _explain, "the plan, what binds it, and what every alternative would cost")
+    _task_command(commands, "plan", partial(_show, text=str), "the cheapest plan as a table")
+    explain = partial(_show, text=methodcaller("explain"))
+    _task_command(commands, "explain", explain, "the plan, what binds it, and what every alternative would cost")
     _task_command(commands, "bound", _bound, "what no plan can beat")
 
     verify = _command(commands, "verify", _verify, "prove plans right, and run them")
@@ -243,14 +246,6 @@ def _print_json(data: Any) -> None:
 
 
 # -- commands
-
-
-def _plan(options: argparse.Namespace) -> int:
-    return _show(options, str)
-
-
-def _explain(options: argparse.Namespace) -> int:
-    return _show(options, lambda made: made.explain())
 
 
 def _show(options: argparse.Namespace, text: Callable[[Any], str]) -> int:

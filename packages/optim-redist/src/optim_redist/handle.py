@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
@@ -48,8 +48,12 @@ class Handle(Generic[Result]):
         with self._lock:
             steps, self._steps = self._steps, None
             if steps is not None:
-                with self._as_begun():
-                    self._finish(steps)
+                try:
+                    with self._as_begun():
+                        self._result = completed(steps, self._begun)
+                except BaseException as error:
+                    self._error = error
+                    raise
         if self._error is not None:
             raise self._error
         if self._stream is not None:
@@ -57,17 +61,7 @@ class Handle(Generic[Result]):
             _hand_over(self._result, self._stream)
         return self._result
 
-    def _finish(self, steps: Generator[Waitable | None, None, Result]) -> None:
-        try:
-            self._result = completed(steps, self._begun)
-        except BaseException as error:
-            self._error = error
-            raise
-
-    def _as_begun(self) -> AbstractContextManager[object]:
-        same_mode = torch.is_inference_mode_enabled() == self._is_inference
-        if same_mode and self._stream is None:
-            return nullcontext()
+    def _as_begun(self) -> ExitStack:
         contexts = ExitStack()
         if torch.is_inference_mode_enabled() != self._is_inference:
             contexts.enter_context(torch.inference_mode(self._is_inference))

@@ -45,7 +45,7 @@ class Program:
         self._compared = not plan.communicates
         # without communication: the slices of the source that are the target, if it is one piece of it
         self._kept = None if plan.communicates or len(self.stages) > 1 else self.stages[0].only_view()
-        self._keeps_all = self._kept is not None and self.stages[0].keeps_all
+        self._keeps_all = self._kept is not None and self.stages[0].src_shape == self.stages[0].dst_shape
         self._refusals = Refusals(plan, rank, self.stages, keeps_all=self._keeps_all)
 
     @property
@@ -113,13 +113,10 @@ class Program:
                 return target
         x = waited_for(x)
         self._refusals.check(x, out)
-        if out is not None and out is x:
+        if x is not None and (out is x or (out is None and self._keeps_all)):
             return Handle(done(x)) if async_op else x
-        if self._kept is not None and x is not None and out is None:
-            if self._keeps_all:
-                return Handle(done(x)) if async_op else x
-            if not copy and not async_op:
-                return x.detach()[self._kept]
+        if self._kept is not None and x is not None and out is None and not (copy or async_op):
+            return x.detach()[self._kept]
         self._refusals.check_resolving(x)
         given = x if x is not None else out
         device = given.device if given is not None else device or collectives.device_of(self.team)
@@ -162,7 +159,7 @@ class Program:
         x = resolved_donated(x) if self.plan.donate else resolved(x)
         given = x if self.plan.donate else None
         name = ""
-        try:
+        with noting(lambda: self._where(f"in step {name!r}")):
             for number, stage in enumerate(self.stages):
                 last = number == len(self.stages) - 1
                 room = out.detach() if last and out is not None else None
@@ -181,10 +178,6 @@ class Program:
                         yield from self._run_phase(number, k, x, target, device, async_op)
                 x = target
                 give_up(given)
-        except RuntimeError as error:
-            # torch and its backends know nothing of plans
-            error.add_note(self._where(f"in step {name!r}"))
-            raise
         return x if out is None else out
 
     def _run_packed(

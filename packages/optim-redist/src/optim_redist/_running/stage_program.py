@@ -56,20 +56,17 @@ class PhaseRun:
 
     def pack(self) -> list[Tensor]:
         """Copy what is sent, where it does not lie in one piece; the buffers to send."""
-        self._fill()
+        if self.views.packs_at_once:
+            self._packed = self.views.packs.packed(self._tensors).view(-1)
+        else:
+            self._packed = self._own(self.views.sends)
+            self.views.packs.run(self._tensors, self._packed)
         return self.views.sends.cut(self._packed, self._tensors, self._stage.sent_as)
 
     def make_room(self) -> list[Tensor]:
         """The buffers to receive into."""
         self._arrived = self._own(self.views.receives)
         return self.views.receives.cut(self._arrived, self._tensors, self._stage.sent_as)
-
-    def _fill(self) -> None:
-        if self.views.packs_at_once:
-            self._packed = self.views.packs.packed(self._tensors).view(-1)
-        else:
-            self._packed = self._own(self.views.sends)
-            self.views.packs.run(self._tensors, self._packed)
 
     def _own(self, buffers: Buffers) -> Tensor | None:
         if not buffers.needs_own:
@@ -132,11 +129,6 @@ class StageProgram:
     def starts(self) -> bool:
         """Whether this rank's part of a pending reduction that starts here is not the value itself."""
         return self.identity_op is not None or self.divisor != 1
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether the rank's tensor stays exactly what it is."""
-        return self.src_shape == self.dst_shape
 
     def only_view(self) -> tuple[slice, ...] | None:
         """The slices of the source that are the target, if one piece of the source is all of it."""
