@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -840,6 +841,8 @@ def test_plans_that_graphs_read_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         give_gradients(*params)
         optimizer.step()
         assert [plan() for plan in plans] == optimizer.plans()
+    # each of them once
+    assert [plan() for plan in plans] == list(chain(*optimizer._planner._captured.values()))
 
 
 def test_explain_says_why_it_is_plain_torch() -> None:
