@@ -541,6 +541,9 @@ NOT_TO_BE_STEPPED = {
     "lr without a value": (2, "lr", torch.tensor(0.1, device="meta"), ValueError, "lr is on meta, and so has no value"),
     "the same of Muon": (0, "lr", torch.tensor(0.1, device="meta"), ValueError, "lr is on meta, and so has no value"),
     "betas": (2, "betas", (0.9,), ValueError, r"betas must be a pair, got \(0.9,\)"),
+    "beta1": (2, "betas", (-0.5, 0.99), ValueError, "Invalid beta parameter at index 0: -0.5"),
+    "beta2": (2, "betas", (0.9, 1.5), ValueError, "Invalid beta parameter at index 1: 1.5"),
+    "a tensor": (2, "betas", (torch.tensor(1.0), torch.tensor(0.9)), ValueError, "Invalid beta .* at index 0: 1.0"),
     "maximize": (2, "maximize", "yes", ValueError, "maximize must be True or False, got 'yes'"),
 }
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from optim_dist.plan import RouteName
 from optim_kernels.adamw_groups import check_adamw_scalars
 from optim_kernels.muon_groups import KnownOptions, check_choices, check_muon_scalars
@@ -36,6 +38,7 @@ class GroupChecks:
             try:
                 if route == "adamw":
                     check_adamw_scalars(groups[number])
+                    _check_betas(groups[number]["betas"])
                 else:
                     self._check_muon(number, groups[number])
             except (TypeError, ValueError) as error:
@@ -49,3 +52,11 @@ class GroupChecks:
         if checked is not group or options is None or not options.are_unchanged():
             check_choices(group)
             self._checked[number] = group, KnownOptions([group])
+
+
+def _check_betas(betas: Sequence[Any]) -> None:
+    """Refuse what constructors do, in torch's words; kernels refuse it once other groups, or ranks, have moved."""
+    for index, beta in enumerate(betas):
+        on_host = not isinstance(beta, Tensor) or beta.device.type == "cpu"
+        if on_host and not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {float(beta)}")
