@@ -125,8 +125,9 @@ def test_kernel_is_the_reference(dtypes: Any, options: dict[str, Any], offset: i
         ({"slices": 3}, {"present": [torch.tensor(1.0, device=DEVICE)], "lr": torch.tensor(0.1, device=DEVICE)}),
         ({"master": torch.int16, "amsgrad": True}, {"grad_scale": torch.tensor(2.0, device=DEVICE)}),
         ({}, {"stochastic_rounding": True, "seed": -7, "indices": [3], "starts": [16]}),
+        ({}, {"present": [torch.tensor(0.0, device=DEVICE)]}),
     ],
-    ids=["plain", "slices", "formats", "random"],
+    ids=["plain", "slices", "formats", "random", "absent"],
 )
 def test_a_lone_tensor_is_the_references(formats: dict[str, Any], options: dict[str, Any], shape: Any) -> None:
     """Its kernel is another than that of lists; one without elements has its steps counted, too."""
