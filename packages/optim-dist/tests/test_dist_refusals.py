@@ -337,6 +337,19 @@ def what_another_optimizer_steps_or_nobody_needs_may_take_a_place(rank, world_si
     assert moved == [name != "layers.2.bias" for name, _ in net.named_parameters()]
 
 
+@scenario(2)
+def what_fsdp2_puts_in_place_of_its_parameters_is_not_refused(rank, world_size):
+    net = nn.Sequential(nn.Linear(4, 4)).to(device_of(rank))
+    fully_shard(net, mesh=mesh_of(2))
+    optimizer = TritonDistAdamW(net.named_parameters(), model=net)
+    x = torch.ones(2, 4, device=device_of(rank))
+    net(x).sum().backward()
+    with torch.no_grad():
+        net(x)
+    assert not isinstance(net[0].weight, DTensor)
+    optimizer.step()
+
+
 @scenario(1, 2)
 def new_parameters_may_be_added_in_several_groups(rank, world_size):
     """As of a new head, whose matrix and bias have other hyperparameters."""
