@@ -257,6 +257,20 @@ def test_ranks_that_own_nothing(tmp_path):
             assert torch.equal(restored["state"][number][key], value)
 
 
+def show_states_that_were_loaded(rank, world_size):
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = TritonDistAdamW([("weight", weight)])
+    full = [optimizer.full_state_dict()]
+    dist.broadcast_object_list(full)
+    optimizer.load_full_state_dict(full[0])
+    return weight in optimizer.state
+
+
+def test_ranks_that_own_nothing_show_states_after_a_load():
+    """Without any torch takes the optimizer for a new one, and steps it."""
+    assert all(run_ranks(show_states_that_were_loaded, 2))
+
+
 def refusals(rank, world_size, folder):
     net = nn.Linear(40, 40)
     optimizer = TritonDistAdamW(net.named_parameters())
