@@ -256,6 +256,36 @@ def test_a_gradient_that_is_not_finite_spoils_its_block_alone() -> None:
     assert torch.equal(p.isnan(), spoilt)
 
 
+@pytest.mark.parametrize("numels", [[768], [300], [768, 300]], ids=["tiles", "tail", "list"])
+def test_a_step_that_is_skipped_leaves_codes_and_scales(numels: list[int]) -> None:
+    generator = torch.Generator().manual_seed(7)
+    firsts, seconds = map(list, zip(*[moments((numel,), 1.0, generator) for numel in numels]))
+    params, grads = ([torch.randn(numel, generator=generator).to(DEVICE) for numel in numels] for _ in range(2))
+    before = copy.deepcopy((params, firsts, seconds))
+    steps, found_inf = torch.ones((), device=DEVICE), torch.ones((), device=DEVICE)
+    adamw_(params, grads, firsts, seconds, steps=steps, found_inf=found_inf, impl="triton", **OPTIONS)
+    assert all(map(torch.equal, params, before[0]))
+    for found, expected in zip((*firsts, *seconds), (*before[1], *before[2])):
+        same_bytes(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
+def test_a_code_that_is_not_zero_stands_for_no_zero() -> None:
+    """Although the product of its fraction and such a scale is below half of the least number."""
+    second = torch.full((256,), 2.0**-149, device=DEVICE)
+    second[7] = 1.3 * 2.0**-112
+    coded = quantize(second, QUINTIC8_UNSIGNED)
+    assert (dequantize(coded) > 0).all()
+    param, grad, first = (
+        torch.ones(256, device=DEVICE),
+        torch.zeros(256, device=DEVICE),
+        torch.zeros(256, device=DEVICE),
+    )
+    steps = torch.ones((), device=DEVICE)
+    adamw_([param], [grad], [quantize(first, CUBIC8)], [coded], steps=steps, impl="triton", **OPTIONS)
+    assert (coded.codes != 0).all()
+
+
 @pytest.mark.slow
 def test_zero_stays_zero_and_positive_stays_positive() -> None:
     p = torch.nn.Parameter(torch.ones(4096, device=DEVICE))
