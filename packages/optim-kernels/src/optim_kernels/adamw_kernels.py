@@ -4,8 +4,8 @@ The formula is in ``_kernels.adamw_update``, the storage formats in ``_kernels.a
 ``_kernels.adamw_chunk``; this module assigns the work to programs. Tensors are cut into chunks, one program each
 (``multi_tensor.ChunkMap``): full chunks of aligned tensors first, then tails and unaligned views. A program reads the
 tensor and the elements of its chunk, and from the tensor's record the addresses and everything that stays the same
-between steps; gradients and hyperparameters change, so they have tables of their own. A list of one tensor needs no
-table: ``adamw_kernel_of_one`` takes the record as arguments.
+between steps; gradients and hyperparameters change, so they have tables of their own. A list of one tensor mostly needs
+none of these but the last: ``adamw_kernel_of_one`` takes the record as arguments.
 
 Step counts live on the device. A program announces that it has read its count (``counters``); the last one to do so
 stores the next count and clears the counter. So the whole step, counts included, is one launch.
