@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -227,3 +228,35 @@ def test_a_state_dict_shares_the_memory_and_no_tensor(state_dtype: Any) -> None:
         found, ours, theirs = found["codes"], ours.codes, theirs.codes
     assert found.data_ptr() == ours.data_ptr() == theirs.data_ptr()
     assert len({id(each) for each in (found, ours, theirs)}) == 3
+
+
+@KINDS
+def test_a_state_gives_its_memory_back(kind: Make) -> None:
+    """As the README says: at once where tensors get other memory, in the next step where others take their place."""
+    optimizer = make(kind)
+    params = params_of(optimizer)
+
+    def step() -> None:
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+
+    def moved(move: Callable[[dict[str, Tensor], str], None]) -> list[Any]:
+        step()
+        states = [optimizer.state[param] for param in params]
+        memory = [weakref.ref(tensor.untyped_storage()) for state in states for tensor in state.values()]
+        for state in states:
+            for key in state:
+                move(state, key)
+        return [reference for reference in memory if reference() is not None]
+
+    def give_other_memory(state: dict[str, Tensor], key: str) -> None:
+        state[key].data = state[key].data.clone()
+
+    def replace(state: dict[str, Tensor], key: str) -> None:
+        state[key] = state[key].clone()
+
+    assert not moved(give_other_memory)
+    left = moved(replace)
+    step()
+    assert not [reference for reference in left if reference() is not None]
