@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from random_tensors import DEVICE, assert_same_bits, random_parameters
 from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -439,6 +442,31 @@ def test_torch_gathers_states_whose_options_are_dtypes(name: str, gather: dict[s
     for one, its_model in ((optimizer, model), (other, restored)):
         steps(one, list(its_model.parameters()), 2, seed=3)
     assert_same_bits(model.parameters(), restored.parameters())
+
+
+@pytest.mark.parametrize(("is_flat", "master_weights"), [(False, None), (True, None), (False, "fp32")])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_files_of_torchs_optimizer_are_loaded_in_part(is_flat: bool, master_weights: Any, tmp_path: Path) -> None:
+    """As the README says; a master that no file has is made from the parameter, not kept."""
+    how = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+    model, restored = (torch.nn.Linear(6, 4, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    theirs = torch.optim.AdamW(model.parameters(), lr=0.1)
+    steps(theirs, list(model.parameters()), 2)
+    saved = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, theirs, options=how)}
+    dcp.save(saved, checkpoint_id=tmp_path)
+    ours = TritonAdamW(restored.parameters(), master_weights=master_weights)
+    found = {"model": restored.state_dict(), "optim": get_optimizer_state_dict(restored, ours, options=how)}
+    with pytest.raises(BaseException, match="Missing key"):
+        dcp.load(found, checkpoint_id=tmp_path)
+    if master_weights:
+        for state in found["optim"]["state"].values():
+            del state["master"]
+    dcp.load(found, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(allow_partial_load=True))
+    restored.load_state_dict(found["model"])
+    set_optimizer_state_dict(restored, ours, found["optim"], options=how)
+    assert {group["lr"] for group in ours.param_groups} == {0.1}
+    step_in_place(ours, restored.weight)
+    assert_same_bits(restored.parameters(), model.parameters())
 
 
 def test_the_dtype_of_products_is_loaded_from_its_name_and_from_itself() -> None:
