@@ -228,6 +228,22 @@ def a_group_that_comes_during_reductions_can_come_later(rank, world_size):
     assert torch.all(later < 1.0)
 
 
+@scenario(2)
+def what_one_rank_alone_has_got_between_two_steps_counts_on_all(rank, world_size):
+    (net, optimizer), (twin, twin_optimizer) = (build(rank, accumulation_steps=1) for _ in range(2))
+    for loser in (0, 1):
+        if rank != loser:
+            net(batch(rank, 0)).backward()
+        assert not optimizer.agree_between_steps()
+        net.zero_grad()
+        assert optimizer.agree_between_steps()  # the one that knows of nothing takes part in what others have begun
+        for model, opt in ((net, optimizer), (twin, twin_optimizer)):
+            model(batch(rank, loser)).backward()
+            opt.step()
+            opt.zero_grad()
+        assert_same(values(net), values(twin))
+
+
 def _exchange(optimizer):
     optimizer.param_groups[0]["params"] = [nn.Parameter(p.detach()) for p in optimizer.param_groups[0]["params"]]
 
