@@ -231,6 +231,20 @@ def test_a_state_dict_shares_the_memory_and_no_tensor(state_dtype: Any) -> None:
 
 
 @KINDS
+def test_a_parameter_gives_its_memory_back(kind: Make) -> None:
+    """As ``model.to(device)`` exchanges it, and with torch's optimizers."""
+    optimizer = make(kind)
+    for param in params_of(optimizer):
+        param.grad = torch.ones_like(param)
+    for _ in range(3):
+        optimizer.step()
+    memory = [weakref.ref(param.untyped_storage()) for param in params_of(optimizer)]
+    for param in params_of(optimizer):
+        param.data = param.data.clone()
+    assert not [reference for reference in memory if reference() is not None]
+
+
+@KINDS
 def test_a_state_gives_its_memory_back(kind: Make) -> None:
     """As the README says: at once where tensors get other memory, in the next step where others take their place."""
     optimizer = make(kind)

@@ -57,7 +57,7 @@ class AdamWStep:
         self._addresses = KnownAddresses(self._here(params))
         own_groups = [groups[number] for number in members]
         self.plan.prepare(
-            [local(param).detach() for param in params],
+            [local(param) for param in params],
             [local(grad) for grad in grads],
             [local(state["exp_avg"]) for state in states],
             [local(state["exp_avg_sq"]) for state in states],
