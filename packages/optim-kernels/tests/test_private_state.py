@@ -16,6 +16,7 @@ from torch import Tensor
 
 from optim_kernels import TritonAdamW, TritonMuon, TritonMuonAdamW
 from optim_kernels._optimizers.private_state import KnownStates
+from optim_kernels.functional._adamw_tensor import with_memory
 
 pytest.importorskip("triton")
 
@@ -244,9 +245,37 @@ def test_a_parameter_gives_its_memory_back(kind: Make) -> None:
     assert not [reference for reference in memory if reference() is not None]
 
 
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize(
+    "options", [{"state_dtype": "int8"}, {"amsgrad": True}, {"master_weights": "fp32"}, {"master_weights": "split16"}]
+)
+def test_states_of_all_formats_give_their_memory_back(options: dict[str, Any], impl: Any) -> None:
+    """Codes and scales, too; and the next step works on what has taken their place."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if "master_weights" in options else torch.float32
+    params = [torch.nn.Parameter(torch.randn(64, 48, device=DEVICE).to(dtype)) for _ in range(2)]
+    twins = copy.deepcopy(params)
+    optimizers = [TritonAdamW(each, impl=impl, **options) for each in (params, twins)]
+    for _ in range(3):
+        for p, twin in zip(params, twins):
+            p.grad = torch.randn_like(p)
+            twin.grad = p.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert all(map(torch.equal, params, twins))
+        states = [optimizers[0].state[p] for p in params]
+        held = [part for state in states for value in state.values() for part in with_memory(value)]
+        memory = [weakref.ref(part.untyped_storage()) for part in held]
+        del held
+        for state in states:
+            for key in state:
+                state[key] = state[key].clone()
+        assert not [reference for reference in memory if reference() is not None]
+
+
 @KINDS
 def test_a_state_gives_its_memory_back(kind: Make) -> None:
-    """As the README says: at once where tensors get other memory, in the next step where others take their place."""
+    """At once, or as the README says, where others take the place of Muon's momentum, in the next step."""
     optimizer = make(kind)
     params = params_of(optimizer)
 
@@ -272,5 +301,6 @@ def test_a_state_gives_its_memory_back(kind: Make) -> None:
 
     assert not moved(give_other_memory)
     left = moved(replace)
+    assert not (left and kind is adamw)
     step()
     assert not [reference for reference in left if reference() is not None]

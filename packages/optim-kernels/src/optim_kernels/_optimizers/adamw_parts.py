@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +32,12 @@ class TorchParts:
     def __init__(self, parts: Sequence[TorchPart], states: Mapping[Tensor, State]) -> None:
         self._parts = parts
         self._states = [states[param] for part in parts for param in part.params]
-        # they may move in memory; but another tensor in the place of one may need to be converted, or followed
+        # They may move in memory; but another tensor in the place of one may need to be converted, or followed. None is
+        # kept alive, so another one may get the id of one that is gone; if it is of the same kind, it does as well.
         self._contents = [state.values() for state in self._states]
-        self._held = list(chain.from_iterable(self._contents))
+        held = self._held()
+        self._ids, self._own_kinds = list(map(id, held)), KnownKinds(with_shapes=True)
+        self._kinds_held = _kinds_of(held, self._own_kinds)
         self._known_kinds = KnownKinds(with_shapes=True)
         # the kinds of tensors that were last found to fit each other
         self._fitting: list[Any] | None = None
@@ -48,8 +50,8 @@ class TorchParts:
 
     def hold_the_same(self) -> bool:
         """Whether the states hold the same objects as before."""
-        held = list(chain.from_iterable(self._contents))
-        return len(held) == len(self._held) and all(map(is_, held, self._held))
+        held = self._held()
+        return list(map(id, held)) == self._ids and _kinds_of(held, self._own_kinds) == self._kinds_held
 
     def refuse_unfit(
         self,
@@ -66,7 +68,8 @@ class TorchParts:
         if not self._parts:
             return
         own = [(group, param, grads[index]) for group, *both in self._parts for index, param in zip(*both)]
-        kinds = self._kinds_of([*(param for _, param, _ in own), *(grad for *_, grad in own), *self._held])
+        tensors = [*(param for _, param, _ in own), *(grad for *_, grad in own), *self._held()]
+        kinds = _kinds_of(tensors, self._known_kinds)
         if kinds is not None and kinds is self._fitting:
             return
         for (group, param, grad), state in zip(own, self._states):
@@ -81,7 +84,11 @@ class TorchParts:
         grads = (param.grad for part in self._parts for param in part.params)
         return all(grad is not None and grad.layout is torch.strided for grad in grads)
 
-    def _kinds_of(self, values: list[Any]) -> list[Any] | None:
-        """The kinds of the tensors among these, the same object as long as they stay; ``None`` for unusual classes."""
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        return self._known_kinds.of(tensors) if set(map(type, tensors)) <= _PLAIN_TYPES else None
+    def _held(self) -> list[Any]:
+        return list(chain.from_iterable(self._contents))
+
+
+def _kinds_of(values: list[Any], known: KnownKinds) -> list[Any] | None:
+    """The kinds of the tensors among these, the same object as long as they stay; ``None`` for unusual classes."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return known.of(tensors) if set(map(type, tensors)) <= _PLAIN_TYPES else None

@@ -74,6 +74,8 @@ class AdamWStep:
             starts=starts,
             names=names,
         )
+        # `states` knows them without keeping them
+        self.plan.let_go()
 
     def is_for(self, params: list[Tensor]) -> bool:
         """Whether these parameters have the addresses and kinds that the plan has."""
@@ -150,7 +152,7 @@ class PreparedStep:
 
     Attributes:
         with_torch: what plain torch updates.
-        followed, masters: the parameters with gradients that have an fp32 master and can be followed, and the masters.
+        followed: the parameters with gradients that have an fp32 master and can be followed.
     """
 
     def __init__(
@@ -191,7 +193,7 @@ class PreparedStep:
         self.with_torch = TorchParts(list(parts.values()), states)
         followed = [p for p, grad in zip(params, grads) if grad is not None and "master" in states[p]]
         self.followed = [*filter(can_be_followed, followed)]
-        self.masters = [states[p]["master"] for p in self.followed]
+        self._followed_states = [states[p] for p in self.followed]
         self._groups, self._sizes = list(groups), [len(group["params"]) for group in groups]
         self._of_group, self._options = options, list(map(options, groups))
         self._params, self._keys, self._states = params, list(states), list(states.values())
@@ -230,6 +232,11 @@ class PreparedStep:
             and self.with_torch.hold_the_same()
             and (self.kernels is None or self.kernels.states.are_unchanged())
         )
+
+    @property
+    def masters(self) -> list[Tensor]:
+        """The masters of the followed parameters."""
+        return [state["master"] for state in self._followed_states]
 
     def look_at(self, grads: list[Tensor | None]) -> TensorList:
         """The gradients of the parameters that the kernels update."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from itertools import chain
-from operator import is_, methodcaller
 from threading import RLock
 from typing import Any, TypeVar
 from weakref import ref
@@ -20,12 +19,11 @@ from weakref import ref
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optim_kernels._dtensors import is_dtensor, local
+from optim_kernels._dtensors import local
 from optim_kernels._optimizers.base import Change, StatefulOptimizer
 from optim_kernels.functional._adamw_tensor import with_memory
 from optim_kernels.multi_tensor import KnownAddresses
 
-_to_local = methodcaller("to_local")
 T = TypeVar("T")
 
 
@@ -77,27 +75,30 @@ class KnowsNorm:
 
 
 class KnownStates:
-    """What states of parameters hold, and where it lies; to be compared once somebody has read the states."""
+    """Where the tensors of states lie, to be compared once somebody has read the states.
+
+    None is kept alive: programs move states to the host between steps, to have their memory meanwhile. So this looks at
+    addresses and kinds, which are all that launches know, not at which objects they are of.
+    """
 
     def __init__(self, states: Iterable[Mapping[str, Any]]) -> None:
         # live views, which show what the states hold later
         self._contents = [state.values() for state in states]
-        self._held = list(chain.from_iterable(self._contents))
-        # a DTensor's local tensor may be replaced; under no_grad, as in steps, `to_local` returns it itself
-        self._spread = [value for value in self._held if is_dtensor(value)]
-        self._here = list(map(local, self._spread))
-        self._stored = list(chain.from_iterable(map(with_memory, map(local, self._held))))
-        self._addresses = KnownAddresses(self._stored)
+        self._types = list(map(type, self._values()))
+        self._are_plain = set(self._types) <= {Tensor}
+        self._addresses = KnownAddresses(self._stored())
 
     def are_unchanged(self) -> bool:
-        """Whether the states hold the same tensors as before, with the same addresses and kinds."""
-        held = list(chain.from_iterable(self._contents))
-        return (
-            len(held) == len(self._held)
-            and all(map(is_, held, self._held))
-            and all(map(is_, map(_to_local, self._spread), self._here))
-            and self._addresses.are_those_of(self._stored)
-        )
+        """Whether the states hold tensors of the same kinds at the same addresses as before."""
+        return list(map(type, self._values())) == self._types and self._addresses.are_those_of(self._stored())
+
+    def _values(self) -> list[Any]:
+        return list(chain.from_iterable(self._contents))
+
+    def _stored(self) -> list[Tensor]:
+        """The tensors with memory; of a DTensor its local part, which may be replaced, of codes these and scales."""
+        values = self._values()
+        return values if self._are_plain else list(chain.from_iterable(map(with_memory, map(local, values))))
 
 
 class PrivateState(StatefulOptimizer):

@@ -20,7 +20,7 @@ from torch import Tensor
 from optim_kernels._dtensors import is_wrapper
 from optim_kernels._options import are_numbers, check_scalars, check_switches, check_values
 from optim_kernels.functional._adamw_scalars import MOST_RATES, hyperparameter_rows, without_rates, write_betas
-from optim_kernels.functional._adamw_tensor import PlannedTensor, addresses
+from optim_kernels.functional._adamw_tensor import PlannedTensor, addresses, num_slices
 from optim_kernels.functional._adamw_tuning import Tuning, code_chunks, division_of_one, tuning
 from optim_kernels.functional._device_scalars import as_scalar, on_device, readable
 from optim_kernels.functional._lists import description
@@ -49,14 +49,17 @@ class AdamWLaunch:
         self.places = [member.place for member in members]
         # gradients that had to be brought into their parameter's layout, kept while the launch may read them
         self.copies: list[Tensor] = []
-        self._members = members
+        # of their states no more than addresses is kept
+        self._members = [member.parameter for member in members]
         self._signature = members[0].signature(grads[members[0].place])
         self._device = members[0].param.device
         self._slots = {step: slot for slot, step in enumerate(dict.fromkeys(m.step.data_ptr() for m in members))}
+        self._bare_rows = [self._record(member) for member in members]
+        self._states_aligned = [_is_aligned(member) for member in members]
         self._records, self._changing = DeviceTable(self._device), DeviceTable(self._device)
         # this launch's place among a step's launches on the device, and how many these are
         self._order, self._total = order, total
-        self._own_aligned = [_is_aligned(member) for member in members]
+        self._own_aligned = self._states_aligned
         self._aligned: list[bool] = []
         # what the changing table holds, and whether it is uploaded
         self._addresses: list[int] = []
@@ -113,7 +116,7 @@ class AdamWLaunch:
         self.copies = []
         for i, (member, grad) in enumerate(zip(self._members, own)):
             member.check_grad(grad)
-            if member.signature(grad) != self._signature:
+            if (grad.dtype, num_slices(grad, member.param)) != (self._signature.grad, self._signature.num_slices):
                 raise ValueError(f"{member.called('grads')} became {description(grad)}; the plan is for another dtype")
             if is_wrapper(grad) or grad.is_neg() or not member.has_layout_of(grad):
                 own[i] = member.in_own_layout(grad)
@@ -122,8 +125,8 @@ class AdamWLaunch:
             grad.stride(0) if grad.dim() > member.param.dim() else 0 for member, grad in zip(self._members, own)
         ]
         self._own_aligned = [
-            _is_aligned(member) and is_aligned(stride * grad.element_size())
-            for member, grad, stride in zip(self._members, own, self._slice_strides)
+            aligned and is_aligned(stride * grad.element_size())
+            for aligned, grad, stride in zip(self._states_aligned, own, self._slice_strides)
         ]
         return list(map(Tensor.data_ptr, own))
 
@@ -154,9 +157,12 @@ class AdamWLaunch:
         self._one = torch.ones((), dtype=torch.float32, device=self._device)
         self._zero = torch.zeros((), dtype=torch.float32, device=self._device)
         slot_chunks = dict.fromkeys(self._slots, 0)
-        for member, count in zip(self._members, counts):
-            slot_chunks[member.step.data_ptr()] += count
-        self._rows = [self._record(member, slot_chunks) for member in self._members]
+        for row, count in zip(self._bare_rows, counts):
+            slot_chunks[row.step] += count
+        always = self._one.data_ptr()
+        self._rows = [
+            row._replace(present=row.present or always, slot_chunks=slot_chunks[row.step]) for row in self._bare_rows
+        ]
         if not self._is_of_one:
             self._records.update(array("q", chain.from_iterable(self._rows)).tobytes())
         self._launch = self._bound_kernel(tuned)
@@ -188,7 +194,8 @@ class AdamWLaunch:
             maxnreg=tuned.max_registers,
         )
 
-    def _record(self, member: PlannedTensor, slot_chunks: dict[int, int]) -> Record:
+    def _record(self, member: PlannedTensor) -> Record:
+        """The tensor's record, but for what depends on how it is cut."""
         from optim_kernels.adamw_kernels import Record
 
         exp_avg, exp_avg_scale = addresses(member.exp_avg)
@@ -200,10 +207,10 @@ class AdamWLaunch:
             max_exp_avg_sq=_address(member.max_exp_avg_sq),
             master=_address(member.master),
             step=member.step.data_ptr(),
-            present=(self._one if member.present is None else member.present).data_ptr(),
+            present=_address(member.present),
             numel=member.param.numel(),
             slot=self._slots[member.step.data_ptr()],
-            slot_chunks=slot_chunks[member.step.data_ptr()],
+            slot_chunks=0,
             group=member.group,
             place=member.index,
             start=member.start,

@@ -37,10 +37,53 @@ class Signature(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
+class PlannedParameter:
+    """One parameter of an AdamW plan, as a launch knows it that has its gradients to look at."""
+
+    place: int  # in the lists that the plan was given
+    param: Tensor
+    name: str | None  # for errors
+
+    def called(self, kind: str) -> str:
+        """How errors call a tensor of a kind."""
+        return called(kind, self.place, self.name)
+
+    def check_grad(self, grad: Tensor) -> None:
+        """Raise ``ValueError`` unless ``grad`` is a gradient of this parameter that the kernels can read."""
+        p = self.param
+        if grad.dtype not in KERNEL_DTYPES:
+            raise ValueError(f"{self.called('grads')} is {grad.dtype}; the kernels take {_names(KERNEL_DTYPES)}")
+        sliced = grad.dim() == p.dim() + 1
+        if (
+            (grad.shape[1:] if sliced else grad.shape) != p.shape
+            or grad.device != p.device
+            or (sliced and not len(grad))
+        ):
+            raise ValueError(
+                f"{self.called('grads')} must be like {self.called('params')}, {description(p)}, or a stack of such, "
+                f"but is {description(grad)}"
+            )
+        if is_dtensor(grad) or not is_wrapper(grad):
+            _check_memory(self.called("grads"), grad)
+
+    def has_layout_of(self, grad: Tensor) -> bool:
+        """Whether ``grad``, or each slice of it, lies in memory as the parameter does."""
+        return same_layout(grad[0] if grad.dim() > self.param.dim() else grad, self.param)
+
+    def in_own_layout(self, grad: Tensor) -> Tensor:
+        """A copy of ``grad`` that lies in memory as the parameter does."""
+        p, sliced = self.param, grad.dim() > self.param.dim()
+        pieces = grad if sliced else grad[None]
+        flat = torch.empty(pieces.numel(), dtype=grad.dtype, device=grad.device)
+        copy = flat.as_strided(pieces.shape, (p.numel(), *p.stride())).copy_(pieces)
+        return copy if sliced else copy[0]
+
+
+@dataclass(eq=False, slots=True)
 class PlannedTensor:
     """One parameter with its state, as the kernel sees it."""
 
-    place: int  # in the lists that the plan was given
+    place: int
     param: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
@@ -53,7 +96,12 @@ class PlannedTensor:
     start: int
     stochastic_rounding: bool
     seed: int
-    name: str | None = None  # of the parameter, for errors
+    name: str | None = None
+
+    @property
+    def parameter(self) -> PlannedParameter:
+        """What a launch keeps of it: no state, whose memory others may want to have back."""
+        return PlannedParameter(self.place, self.param, self.name)
 
     def called(self, kind: str) -> str:
         """How errors call a tensor of a kind."""
@@ -110,7 +158,7 @@ class PlannedTensor:
                 raise ValueError(
                     f"{kind} of {name} must be one float32 element on {p.device}, is {description(scalar)}"
                 )
-        self.check_grad(grad)
+        self.parameter.check_grad(grad)
 
     def _check_moment(self, kind: str, moment: Tensor, fmt: LowBitFormat) -> None:
         if isinstance(moment, LowBitTensor):
@@ -124,36 +172,6 @@ class PlannedTensor:
         elif moment.dtype not in KERNEL_DTYPES:
             raise ValueError(f"{self.called(kind)} is {moment.dtype}; the kernels take {_names(KERNEL_DTYPES)}")
 
-    def check_grad(self, grad: Tensor) -> None:
-        """Raise ``ValueError`` unless ``grad`` is a gradient of this parameter that the kernels can read."""
-        p = self.param
-        if grad.dtype not in KERNEL_DTYPES:
-            raise ValueError(f"{self.called('grads')} is {grad.dtype}; the kernels take {_names(KERNEL_DTYPES)}")
-        sliced = grad.dim() == p.dim() + 1
-        if (
-            (grad.shape[1:] if sliced else grad.shape) != p.shape
-            or grad.device != p.device
-            or (sliced and not len(grad))
-        ):
-            raise ValueError(
-                f"{self.called('grads')} must be like {self.called('params')}, {description(p)}, or a stack of such, "
-                f"but is {description(grad)}"
-            )
-        if is_dtensor(grad) or not is_wrapper(grad):
-            _check_memory(self.called("grads"), grad)
-
-    def has_layout_of(self, grad: Tensor) -> bool:
-        """Whether ``grad``, or each slice of it, lies in memory as the parameter does."""
-        return same_layout(grad[0] if grad.dim() > self.param.dim() else grad, self.param)
-
-    def in_own_layout(self, grad: Tensor) -> Tensor:
-        """A copy of ``grad`` that lies in memory as the parameter does."""
-        p, sliced = self.param, grad.dim() > self.param.dim()
-        pieces = grad if sliced else grad[None]
-        flat = torch.empty(pieces.numel(), dtype=grad.dtype, device=grad.device)
-        copy = flat.as_strided(pieces.shape, (p.numel(), *p.stride())).copy_(pieces)
-        return copy if sliced else copy[0]
-
     def signature(self, grad: Tensor) -> Signature:
         """What this tensor has in common with others of its launch."""
         return Signature(
@@ -164,9 +182,14 @@ class PlannedTensor:
             stored_dtype(self.exp_avg_sq),
             self.max_exp_avg_sq is not None,
             None if self.master is None else self.master.dtype,
-            len(grad) if grad.dim() > self.param.dim() else 1,
+            num_slices(grad, self.param),
             self.stochastic_rounding,
         )
+
+
+def num_slices(grad: Tensor, param: Tensor) -> int:
+    """How many slices of a gradient are summed: 1, unless it has a dimension more than its parameter."""
+    return len(grad) if grad.dim() > param.dim() else 1
 
 
 def addresses(moment: Tensor) -> tuple[int, int]:

@@ -138,6 +138,10 @@ class AdamWPlan:
         self.num_tensors = count
         self._grads = grads.addresses, grads.kinds, _layouts(grads)
 
+    def let_go(self) -> None:
+        """Keep no state alive, whose memory its owner may want to have back; the next ``prepare`` plans anew."""
+        self._tensors, self._stored = [], []
+
     def _fit(self, grads: TensorList) -> bool:
         """Whether gradients have the addresses, or at least the layouts, of those that the plan was prepared with."""
         addresses, kinds, layouts = self._grads
