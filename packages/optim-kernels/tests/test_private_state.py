@@ -245,6 +245,18 @@ def test_a_parameter_gives_its_memory_back(kind: Make) -> None:
     assert not [reference for reference in memory if reference() is not None]
 
 
+def test_states_are_known_by_their_addresses_and_kinds() -> None:
+    state: dict[str, Any] = {"moment": torch.zeros(4, device=DEVICE), "note": 1}
+    known = KnownStates([state])
+    assert known.are_unchanged()
+    for other in (torch.zeros(4, device=DEVICE), state["moment"].view(torch.int32), torch.zeros(4).to_sparse(), None):
+        held, state["moment"] = state["moment"], other
+        assert not known.are_unchanged(), other
+        state["moment"] = held
+    state["note"] = 2
+    assert known.are_unchanged(), "no launch knows of it"
+
+
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize(
     "options", [{"state_dtype": "int8"}, {"amsgrad": True}, {"master_weights": "fp32"}, {"master_weights": "split16"}]

@@ -90,7 +90,12 @@ class KnownStates:
 
     def are_unchanged(self) -> bool:
         """Whether the states hold tensors of the same kinds at the same addresses as before."""
-        return list(map(type, self._values())) == self._types and self._addresses.are_those_of(self._stored())
+        if list(map(type, self._values())) != self._types:
+            return False
+        try:
+            return self._addresses.are_those_of(self._stored())
+        except RuntimeError:  # a tensor that has become sparse has no address
+            return False
 
     def _values(self) -> list[Any]:
         return list(chain.from_iterable(self._contents))
