@@ -192,6 +192,17 @@ def test_a_state_of_which_something_is_missing(make: Any, impl: Any, missing: st
     )
 
 
+@pytest.mark.parametrize("make", [adamw, adamw_at_random, muon_and_adamw])
+def test_a_state_of_which_something_is_called_otherwise(make: Any) -> None:
+    """The same tensors in the same order."""
+    params, optimizer = stepped(make, "torch")
+    give_gradients(*params)
+    state = optimizer.state[params[1]]
+    assert [*state][-1] == "exp_avg_sq"
+    state["square"] = state.pop("exp_avg_sq")
+    assert_refused(optimizer, params, r"last cannot be updated: its state has .* but needs exp_avg_sq too")
+
+
 @MAKERS
 def test_a_parameter_that_has_become_one_of_8_bits(make: Any) -> None:
     params, optimizer = stepped(make, "torch")

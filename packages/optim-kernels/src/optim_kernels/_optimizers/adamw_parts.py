@@ -31,15 +31,19 @@ class TorchParts:
 
     def __init__(self, parts: Sequence[TorchPart], states: Mapping[Tensor, State]) -> None:
         self._parts = parts
-        self._states = [states[param] for part in parts for param in part.params]
-        # They may move in memory; but another tensor in the place of one may need to be converted, or followed. None is
-        # kept alive, so another one may get the id of one that is gone; if it is of the same kind, it does as well.
+        self._groups = [group for group, _, params in parts for _ in params]
+        self._indices = [index for part in parts for index in part.indices]
+        self._params = [param for part in parts for param in part.params]
+        self._states = [states[param] for param in self._params]
+        # live views, which show what the states hold later, and keep none of it alive whose memory others want back
         self._contents = [state.values() for state in self._states]
         held = self._held()
-        self._ids, self._own_kinds = list(map(id, held)), KnownKinds(with_shapes=True)
-        self._kinds_held = _kinds_of(held, self._own_kinds)
-        self._known_kinds = KnownKinds(with_shapes=True)
-        # the kinds of tensors that were last found to fit each other
+        self._keys, self._types = list(chain.from_iterable(self._states)), list(map(type, held))
+        self._has_others = not _PLAIN_TYPES.issuperset(self._types)
+        self._has_wrappers = any(issubclass(each, Tensor) for each in {*self._types} - _PLAIN_TYPES)
+        self._known_states, self._known_given = KnownKinds(with_shapes=True), KnownKinds(with_shapes=True)
+        self._state_kinds = self._known_states.of(self._plain(held))
+        # the kinds of parameters and gradients that were last found to fit each other, and the states
         self._fitting: list[Any] | None = None
 
     def __iter__(self) -> Iterator[TorchPart]:
@@ -48,10 +52,18 @@ class TorchParts:
     def __len__(self) -> int:
         return len(self._parts)
 
-    def hold_the_same(self) -> bool:
-        """Whether the states hold the same objects as before."""
+    def hold_alike(self) -> bool:
+        """Whether the states hold tensors of the same kinds as before, under the same keys.
+
+        A step reads the tensors anew, so it does not matter which they are. Those of another kind may need to be
+        converted.
+        """
         held = self._held()
-        return list(map(id, held)) == self._ids and _kinds_of(held, self._own_kinds) == self._kinds_held
+        return (
+            list(map(type, held)) == self._types
+            and list(chain.from_iterable(self._states)) == self._keys
+            and self._known_states.of(self._plain(held)) == self._state_kinds
+        )
 
     def refuse_unfit(
         self,
@@ -62,17 +74,19 @@ class TorchParts:
         """Raise ``ValueError``, by name, for a parameter that plain torch cannot update.
 
         Args:
-            why_unfit: what is wrong with a parameter, its gradient and its state in a group; asked only if these are of
-                other shapes, strides, dtypes or devices than in the step before.
+            why_unfit: what is wrong with a parameter, its gradient and its state in a group; asked only if the first
+                two are of other shapes, strides, dtypes or devices than in the step before. States have not changed,
+                says `hold_alike`.
         """
         if not self._parts:
             return
-        own = [(group, param, grads[index]) for group, *both in self._parts for index, param in zip(*both)]
-        tensors = [*(param for _, param, _ in own), *(grad for *_, grad in own), *self._held()]
-        kinds = _kinds_of(tensors, self._known_kinds)
+        own = [grads[index] for index in self._indices]
+        given: list[Any] = [*self._params, *own]
+        are_plain = _PLAIN_TYPES.issuperset(map(type, given)) and not self._has_wrappers
+        kinds = self._known_given.of(given) if are_plain else None
         if kinds is not None and kinds is self._fitting:
             return
-        for (group, param, grad), state in zip(own, self._states):
+        for group, param, grad, state in zip(self._groups, self._params, own, self._states):
             assert grad is not None
             reason = why_unfit(param, grad, group, state)
             if reason is not None:
@@ -81,14 +95,12 @@ class TorchParts:
 
     def have_dense_gradients(self) -> bool:
         """Whether the parameters have gradients now, and dense ones."""
-        grads = (param.grad for part in self._parts for param in part.params)
+        grads = (param.grad for param in self._params)
         return all(grad is not None and grad.layout is torch.strided for grad in grads)
 
     def _held(self) -> list[Any]:
         return list(chain.from_iterable(self._contents))
 
-
-def _kinds_of(values: list[Any], known: KnownKinds) -> list[Any] | None:
-    """The kinds of the tensors among these, the same object as long as they stay; ``None`` for unusual classes."""
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    return known.of(tensors) if set(map(type, tensors)) <= _PLAIN_TYPES else None
+    def _plain(self, held: list[Any]) -> list[Tensor]:
+        """Those that have a kind; what wraps tensors is asked in every step whether it fits."""
+        return [value for value in held if type(value) in _PLAIN_TYPES] if self._has_others else held

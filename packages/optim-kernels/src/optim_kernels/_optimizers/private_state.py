@@ -84,25 +84,26 @@ class KnownStates:
     def __init__(self, states: Iterable[Mapping[str, Any]]) -> None:
         # live views, which show what the states hold later
         self._contents = [state.values() for state in states]
-        self._types = list(map(type, self._values()))
+        values = self._values()
+        self._types = list(map(type, values))
         self._are_plain = set(self._types) <= {Tensor}
-        self._addresses = KnownAddresses(self._stored())
+        self._addresses = KnownAddresses(self._stored(values))
 
     def are_unchanged(self) -> bool:
         """Whether the states hold tensors of the same kinds at the same addresses as before."""
-        if list(map(type, self._values())) != self._types:
+        values = self._values()
+        if list(map(type, values)) != self._types:
             return False
         try:
-            return self._addresses.are_those_of(self._stored())
+            return self._addresses.are_those_of(self._stored(values))
         except RuntimeError:  # a tensor that has become sparse has no address
             return False
 
     def _values(self) -> list[Any]:
         return list(chain.from_iterable(self._contents))
 
-    def _stored(self) -> list[Tensor]:
+    def _stored(self, values: list[Any]) -> list[Tensor]:
         """The tensors with memory; of a DTensor its local part, which may be replaced, of codes these and scales."""
-        values = self._values()
         return values if self._are_plain else list(chain.from_iterable(map(with_memory, map(local, values))))
 
 
