@@ -20,7 +20,7 @@ from optim_kernels._triton import FUSED, tl, triton
 from optim_kernels.adamw_groups import init_state
 from optim_kernels.functional import _adamw_launch, _adamw_tuning, adamw_
 from optim_kernels.functional._adamw_tensor import CODE_BLOCK
-from optim_kernels.functional._adamw_tuning import MOST_BLOCKS, PROGRAMS, Tuning, code_chunks, division_of_one
+from optim_kernels.functional._adamw_tuning import MOST_BLOCKS, PROGRAMS_OF_ONE, Tuning, code_chunks, division_of_one
 from optim_utils.low_bit import (
     CUBIC8,
     DYNAMIC8,
@@ -166,7 +166,7 @@ def test_programs_share_a_lone_tensor_equally() -> None:
     for multiprocessors, numel in itertools.product((1, 7, 132), numels):
         shared = division_of_one(numel, True, tuned, multiprocessors)
         assert division_of_one(numel, False, tuned, multiprocessors) is None
-        blocks, most = numel // CODE_BLOCK, PROGRAMS * multiprocessors
+        blocks, most = numel // CODE_BLOCK, PROGRAMS_OF_ONE * multiprocessors
         if blocks > most * MOST_BLOCKS:
             assert shared is None
             continue
@@ -189,8 +189,8 @@ def test_programs_without_codes_have_chunks_of_one_size() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
-@pytest.mark.parametrize("programs", [1, 3, 28])
-@pytest.mark.parametrize("numel", [4096, 4097, 5000, 7168, 8191])
+@pytest.mark.parametrize("programs", [1, 3, 28, 48])
+@pytest.mark.parametrize("numel", [4096, 4097, 5000, 7168, 8191, 12000])  # the last in more programs than groups
 def test_alone_in_equal_parts_or_as_a_list(numel: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bytes, also beside blocks that are all zero, tiny or not finite."""
     generator = torch.Generator().manual_seed(numel)
@@ -205,7 +205,7 @@ def test_alone_in_equal_parts_or_as_a_list(numel: int, programs: int, monkeypatc
     def in_parts(numel: int, is_aligned: bool, tuned: Tuning, _: int) -> tuple[int, int] | None:
         return division_of_one(numel, is_aligned, tuned, 1)
 
-    monkeypatch.setattr(_adamw_tuning, "PROGRAMS", programs)
+    monkeypatch.setattr(_adamw_tuning, "PROGRAMS_OF_ONE", programs)
     results = []
     for division in (lambda *_: None, in_parts):
         monkeypatch.setattr(_adamw_launch, "division_of_one", division)

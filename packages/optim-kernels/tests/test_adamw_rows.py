@@ -148,8 +148,9 @@ def test_a_beta_out_of_range_is_refused_before_anything_is_written(
 def test_numbers_on_a_device_come_and_go(shapes: Any, num_groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step takes those that the groups have then: a tensor's for a number's, in its place, and back."""
     for module in (_adamw_scalars, _adamw_launch, _device_scalars):
-        # what is here a tensor of the host stands for one of a device
+        # without a GPU a tensor of the host stands for one of a device
         monkeypatch.setattr(module, "on_device", lambda value: isinstance(value, Tensor))
+    number = partial(torch.tensor, device=DEVICE)
     params = [make_params(shapes) for _ in range(num_groups)]
     others = [[torch.nn.Parameter(p.detach().clone()) for p in group] for group in params]
     for p, q in zip(chain(*params), chain(*others)):
@@ -157,16 +158,16 @@ def test_numbers_on_a_device_come_and_go(shapes: Any, num_groups: int, monkeypat
     ours, expected = (TritonAdamW([{"params": group} for group in each], impl="triton") for each in (params, others))
     for change in (
         {"betas": (0.5, 0.75)},
-        {"betas": (torch.tensor(0.5), torch.tensor(0.75, dtype=torch.float64))},
-        {"lr": torch.tensor(0.25)},
+        {"betas": (number(0.5), number(0.75, dtype=torch.float64))},
+        {"lr": number(0.25)},
         {"weight_decay": 0.5, "maximize": True},
-        {"betas": (torch.tensor(0.5), 0.75)},
+        {"betas": (number(0.5), 0.75)},
         # 0 has the least in a row
         {"betas": (0.0, 0.75)},
-        {"betas": (0.0, torch.tensor(0.5))},
+        {"betas": (0.0, number(0.5))},
         {"betas": (0.0, 0.0)},
         {"lr": 0.125},
-        {"lr": torch.tensor(0.0)},
+        {"lr": number(0.0)},
         {"lr": 0.0},
     ):
         last, theirs = ours.param_groups[-1], expected.param_groups[-1]

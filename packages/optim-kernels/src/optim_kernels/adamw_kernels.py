@@ -22,9 +22,11 @@ from optim_kernels._kernels.adamw_chunk import update_chunk
 from optim_kernels._kernels.adamw_tiles import Format
 from optim_kernels._kernels.adamw_update import MEMO_SIZE, ROW_SIZE
 from optim_kernels._kernels.chunks import read_chunk
+from optim_kernels._kernels.step_counts import GROUPED_SIZE, grouped
 from optim_kernels._triton import after_previous, before_next, tl, triton, wide
 
 __all__ = [
+    "GROUPED_SIZE",
     "MEMOS_SIZE",
     "Format",
     "Record",
@@ -160,8 +162,8 @@ def adamw_kernel(
         tl.load(record + _STEP).to(tl.pointer_type(tl.float32)),
         (tl.load(record + _SEED), tl.load(record + _PLACE), tl.load(record + _START)),
         memos + slot * _MEMOS_SIZE,
-        counters + slot,
-        tl.load(record + _SLOT_CHUNKS) - 1,
+        (counters + slot, tl.load(record + _SLOT_CHUNKS) - 1),
+        None,
         CHUNK,
         TILE,
         TAIL_TILE,
@@ -247,6 +249,10 @@ def adamw_kernel_of_one(
         is_full = chunk < num_full
         first = chunk.to(tl.int64) * CHUNK
         end = tl.minimum(first + CHUNK, numel)
+    if CHUNK == 0:
+        counter, above = grouped(counters, chunk, num_chunks)
+    else:
+        counter, above = (counters, num_chunks - 1), None
     update_chunk(
         (wide(param), wide(grad), slice_stride, wide(exp_avg), wide(exp_avg_sq), wide(max_exp_avg_sq), wide(master)),
         (wide(exp_avg_scale), wide(exp_avg_sq_scale)),
@@ -263,8 +269,8 @@ def adamw_kernel_of_one(
         wide(step).to(tl.pointer_type(tl.float32)),
         (seed, place, start),
         memos,
-        counters,
-        num_chunks - 1,
+        counter,
+        above,
         CHUNK,
         TILE,
         TAIL_TILE,

@@ -16,7 +16,7 @@ from optim_kernels._kernels.adamw_tiles import (
     with_underflow,
 )
 from optim_kernels._kernels.adamw_update import adamw, leave_memo, read_group, scalars_of_step
-from optim_kernels._kernels.step_counts import advance, arrive
+from optim_kernels._kernels.step_counts import advance, arrive, arrive_above
 from optim_kernels._triton import div_rn, tl, triton
 from optim_kernels.reference.storage import NO_MASTER
 
@@ -39,7 +39,7 @@ def update_chunk(
     stream,
     memo,
     counter,
-    num_others,
+    above,
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
     TAIL_TILE: tl.constexpr,
@@ -55,14 +55,16 @@ def update_chunk(
         flags: pointers to ``found_inf`` and to the tensor's presence.
         factors: pointers to the clip factor and to the gradient scale.
         row, rates: as for ``read_group``.
-        num_others: how many other programs share this step count; the last program to arrive stores the next count.
+        counter, above: where the program arrives (``step_counts``), and where its group does, if there are groups: with
+            ``MEMO`` and a CHUNK of 0. The last program stores the next step count.
     """
+    GROUPED: tl.constexpr = MEMO and CHUNK == 0
     stored_scales = scales_of_chunk(scale_addresses, first, end, F)
     if is_full:
         offset = first
         tile = read_tile(places, offset, True, TILE, F, False)
         keep, t, random, scalars, arrived = _start(
-            step_pointer, flags, factors, row, rates, stream, memo, counter, num_others, F, MEMO, MEMO or CHUNK == TILE
+            step_pointer, flags, factors, row, rates, stream, memo, counter, F, MEMO, MEMO or CHUNK == TILE
         )
         scales = with_underflow(stored_scales, F)
         # the next tile is on its way while this one is worked on
@@ -82,12 +84,14 @@ def update_chunk(
                 scales = _update_tile(tile, places, offset, keep, scales, i, scalars, random, F, False)
                 tile = following
                 offset += TILE
+            if GROUPED:
+                arrived = arrive_above(above, arrived, counter)
             scales = _update_tile(tile, places, offset, keep, scales, last, scalars, random, F, False)
         store_scales(scale_addresses, first, tl.where(keep, end, first), scales, F)
-        _finish(row, memo, step_pointer, t, arrived, num_others, keep, is_last)
+        _finish(row, memo, step_pointer, t, arrived, above if GROUPED else counter, keep, is_last)
     else:
         keep, t, random, scalars, arrived = _start(
-            step_pointer, flags, factors, row, rates, stream, memo, counter, num_others, F, MEMO, MEMO or CHUNK == TILE
+            step_pointer, flags, factors, row, rates, stream, memo, counter, F, MEMO, MEMO or CHUNK == TILE
         )
         scales = with_underflow(stored_scales, F)
         for offset in range(first, tl.where(keep, end, first), TAIL_TILE):
@@ -95,8 +99,10 @@ def update_chunk(
             mask = offset + tl.arange(0, TAIL_TILE) < end
             tile = read_tile(places, offset, mask, TAIL_TILE, F, True)
             scales = _update_tile(tile, places, offset, mask, scales, i, scalars, random, F, True)
+        if GROUPED:
+            arrived = arrive_above(above, arrived, counter)
         store_scales(scale_addresses, first, tl.where(keep, end, first), scales, F)
-        _finish(row, memo, step_pointer, t, arrived, num_others, keep, is_last)
+        _finish(row, memo, step_pointer, t, arrived, above if GROUPED else counter, keep, is_last)
 
 
 @triton.jit
@@ -118,7 +124,6 @@ def _start(
     stream,
     memo,
     counter,
-    num_others,
     F: tl.constexpr,
     MEMO: tl.constexpr,
     EARLY: tl.constexpr,
@@ -134,16 +139,16 @@ def _start(
     # ``arrive`` waits for t, during which no load is issued, and then begins the counter's round trip. Where tiles do
     # not hide that round trip (EARLY), the scalars do; elsewhere the scalars' loads go first
     if EARLY:
-        arrived = arrive(counter, keep, t, num_others)
+        arrived = arrive(counter, keep, t)
     scalars = scalars_of_step(group, row, t, scale, MEMO)
     if not EARLY:
-        arrived = arrive(counter, keep, t, num_others)
+        arrived = arrive(counter, keep, t)
     return keep, t, (seed, place, start, t.to(tl.int64)), scalars, arrived
 
 
 @triton.jit
-def _finish(row, memo, step_pointer, t, arrived, num_others, keep, is_last):
+def _finish(row, memo, step_pointer, t, arrived, counter, keep, is_last):
     """End a program whose elements are done: leave the memo for the next step, advance the count."""
     if is_last & keep:
         leave_memo(row, t + 1.0, memo)
-    advance(step_pointer, t, arrived, num_others, keep)
+    advance(step_pointer, t, arrived, counter)

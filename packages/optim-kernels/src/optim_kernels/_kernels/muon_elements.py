@@ -134,10 +134,10 @@ def updates_kernel(
         t = _update(row, group, first, mask, TILE, P_DTYPE, O_DTYPE, MASTER, CAUTIOUS, COUNTED, True)
     if COUNTED:
         step = tl.load(row + _STEP).to(tl.pointer_type(tl.float32))
-        last = tl.load(row + _NUM_CHUNKS).to(tl.int32) - 1
+        counter = counters + tensor, tl.load(row + _NUM_CHUNKS).to(tl.int32) - 1
         # no step is skipped, and all counts are above zero
         keep = t > 0.0
-        advance(step, t, arrive(counters + tensor, keep, t, last), last, keep)
+        advance(step, t, arrive(counter, keep, t), counter)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from optim_kernels._dtensors import is_wrapper
 from optim_kernels._options import are_numbers, check_scalars, check_switches, check_values
 from optim_kernels.functional._adamw_scalars import MOST_RATES, hyperparameter_rows, without_rates, write_betas
 from optim_kernels.functional._adamw_tensor import PlannedTensor, addresses, num_slices
-from optim_kernels.functional._adamw_tuning import Tuning, code_chunks, division_of_one, tuning
+from optim_kernels.functional._adamw_tuning import Tuning, code_chunks, division_of_one, tuning, tuning_of_one
 from optim_kernels.functional._device_scalars import as_scalar, on_device, readable
 from optim_kernels.functional._lists import description
 from optim_kernels.multi_tensor import (
@@ -132,7 +132,7 @@ class AdamWLaunch:
 
     def _cut(self, aligned: list[bool]) -> None:
         """Cut the tensors into chunks, write their records and bind the kernel to the number of chunks."""
-        from optim_kernels.adamw_kernels import MEMOS_SIZE
+        from optim_kernels.adamw_kernels import GROUPED_SIZE, MEMOS_SIZE
 
         self._aligned = []
         numels = [member.param.numel() for member in self._members]
@@ -144,15 +144,14 @@ class AdamWLaunch:
         self._is_of_one, self._map, self._rates = alone is not None, None, ()
         self._scalars, self._grad_rows, self._is_uploaded = (), b"", False
         if alone is not None:
-            self._division, counts = alone, [alone[0]]
-            if not tuned.chunk and numels[0] % tuned.tile == 0:
-                tuned = tuned._replace(tail_tile=0)
+            self._division, counts, tuned = alone, [alone[0]], tuning_of_one(tuned, numels[0])
         else:
             sizes = [ChunkSize(tuned.chunk)] if tuned.chunk else code_chunks(num_multiprocessors)
             chunks = ChunkMap.build(numels, aligned, sizes, self._device, granule=tuned.chunk or 2 * tuned.tile)
             self._division, counts, self._map = (chunks.num_chunks, chunks.num_full), chunks.counts, chunks.words
         count = len(self._slots)
-        self._counters = torch.zeros(count, dtype=torch.int32, device=self._device)
+        size = GROUPED_SIZE if self._is_of_one and not tuned.chunk else count
+        self._counters = torch.zeros(size, dtype=torch.int32, device=self._device)
         self._memos = torch.zeros(count, MEMOS_SIZE, dtype=torch.int64, device=self._device)
         self._one = torch.ones((), dtype=torch.float32, device=self._device)
         self._zero = torch.zeros((), dtype=torch.float32, device=self._device)

@@ -11,10 +11,10 @@ from optim_kernels._impl import is_interpreted
 from optim_kernels.functional._adamw_tensor import CODE_BLOCK, Signature
 from optim_kernels.multi_tensor import ChunkSize
 
-# one-warp programs with codes that a multiprocessor's registers hold, and how many blocks each of them may have of a
-# lone tensor: longer ones are cut as lists are
-PROGRAMS = 28
-MOST_BLOCKS = 16
+# With codes a program is one warp. Its threads' registers and how many such programs a multiprocessor then holds, in
+# lists and of a lone tensor; and how many blocks of a lone tensor a program has at most: longer ones are cut as lists.
+LIST_REGISTERS, LIST_PROGRAMS = 72, 28
+REGISTERS_OF_ONE, PROGRAMS_OF_ONE, MOST_BLOCKS = 80, 24, 18
 
 
 class Tuning(NamedTuple):
@@ -38,7 +38,7 @@ def tuning(kind: Signature, numels: Sequence[int], num_multiprocessors: int) -> 
     one warp, which waits for no other.
     """
     if torch.uint8 in (kind.exp_avg, kind.exp_avg_sq):
-        return Tuning(0, CODE_BLOCK, CODE_BLOCK, 1, None if is_interpreted() else 72)
+        return Tuning(0, CODE_BLOCK, CODE_BLOCK, 1, None if is_interpreted() else LIST_REGISTERS)
     if is_interpreted():
         return Tuning(4096, 4096, 4096, 1)
     read = sum(dtype.itemsize for dtype in (kind.param, kind.grad, kind.exp_avg, kind.exp_avg_sq))
@@ -63,11 +63,23 @@ def division_of_one(numel: int, is_aligned: bool, tuned: Tuning, num_multiproces
     if tuned.chunk:
         return max(1, -(-numel // tuned.chunk)), numel // tuned.chunk if is_aligned else 0
     num_blocks = numel // tuned.tile
-    at_once = PROGRAMS * num_multiprocessors
+    at_once = PROGRAMS_OF_ONE * num_multiprocessors
     num_parts = -(-num_blocks // 2) if at_once < num_blocks <= 2 * at_once else min(num_blocks, at_once)
     if not is_aligned or num_parts == 0 or num_blocks > num_parts * MOST_BLOCKS:
         return None
     return num_parts + (numel % tuned.tile > 0), num_blocks // num_parts
+
+
+def tuning_of_one(tuned: Tuning, numel: int) -> Tuning:
+    """This tuning for a lone tensor of so many elements, where it has one of its own: with codes.
+
+    Its loop asks for a block early if it has the registers for it. Where no tail is left none is compiled, since that
+    takes registers from all programs.
+    """
+    if tuned.chunk:
+        return tuned
+    registers = tuned.max_registers and REGISTERS_OF_ONE
+    return tuned._replace(tail_tile=tuned.tail_tile if numel % tuned.tile else 0, max_registers=registers)
 
 
 def code_chunks(num_multiprocessors: int) -> list[ChunkSize]:
@@ -75,9 +87,9 @@ def code_chunks(num_multiprocessors: int) -> list[ChunkSize]:
 
     Starting a program of one warp costs as much as most of a block, and at the end the device waits for half a chunk.
     So most chunks are large, and those that run last are small: two of 4 blocks, one of 8 and one of 16 for each of the
-    28 one-warp programs that a multiprocessor's registers hold. None has more blocks than
+    one-warp programs that a multiprocessor's registers hold. None has more blocks than
     ``_kernels.moment_scales.MOST_BLOCKS``.
     """
-    programs = PROGRAMS * num_multiprocessors
+    programs = LIST_PROGRAMS * num_multiprocessors
     sizes = [(count * programs, blocks * CODE_BLOCK) for count, blocks in ((2, 4), (1, 8), (1, 16))]
     return [*(ChunkSize(size, count * size) for count, size in sizes), ChunkSize(24 * CODE_BLOCK)]
