@@ -16,6 +16,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from optim_kernels import TritonMuon, TritonMuonAdamW
 from optim_kernels.functional import _muon_batch_plan, muon_
+from optim_kernels.muon_groups import MuonEntry, MuonPlanner
 from optim_kernels.orthogonalization import NSConfig
 from optim_kernels.reference.muon import MuonRule
 from optim_utils.param_groups import MatrixView
@@ -385,6 +386,27 @@ def test_a_momentum_of_another_dtype_may_take_its_address(impl: str) -> None:
     ours["momentum_buffer"].data, theirs["momentum_buffer"].data = place.copy_(narrow), narrow
     steps(changed, moved)
     assert_alike(changed, moved)
+
+
+def test_a_tensor_of_another_kind_may_take_the_address_of_a_state() -> None:
+    """As plans keep no state, its memory may be given to another; it is checked as any that has not been stepped."""
+    p, taken = parameter(8, 12, dtype=torch.bfloat16), torch.zeros(10, 12, device=DEVICE)
+    give_gradients(p)
+    (group,) = muon([p], "triton", stochastic_rounding=True).param_groups
+    state = {"momentum_buffer": taken[:8], "step": torch.zeros((), device=DEVICE)}
+    assert p.grad is not None
+    entry, planner = MuonEntry(p.detach(), p.grad, state, MatrixView.identity(p.shape), 0, "weight"), MuonPlanner()
+    planner.step([(group, [entry])])
+    for key, other, words in (
+        ("momentum_buffer", taken, r"momentum_buffers\[0\] must have the shape of .* \(8, 12\), got \(10, 12\)"),
+        ("step", state["step"].view(torch.int32), r"step of weight must be one fp32 number, got torch.int32"),
+    ):
+        former, state[key] = state[key], other
+        with pytest.raises(ValueError, match=words):
+            planner.step([(group, [entry])])
+        state[key] = former
+    planner.step([(group, [entry])])
+    assert state["step"] == 2
 
 
 @IMPLS

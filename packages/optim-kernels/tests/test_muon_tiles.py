@@ -311,6 +311,8 @@ def seemingly_on_a_gpu(
     planner, gpu = MuonPlanner(workspace=workspace), torch.device("cuda", 1)
     planner.step([(group, [entry])])
     (plan,) = planner.plans
+    # held by its caller, as long as that takes the step again
+    monkeypatch.setattr(planner, "entry", entry, raising=False)
     monkeypatch.setattr(plan, "_device", gpu)
     monkeypatch.setattr(Graph, "replayed", [])
     monkeypatch.setattr(_muon_batch_plan, "side_stream", lambda device: SimpleNamespace(device=device), raising=False)

@@ -201,6 +201,7 @@ class MuonPlanner:
                 spare=self._spare,
                 workspace=self._workspace,
             )
+            plan.let_go()
         self._plans[key] = plan
         self._groups[key] = batch.groups
         plan.refresh([t.grad for t in batch.tensors])

@@ -131,6 +131,10 @@ class MuonBatchPlan:
         self.has_run = False
         self.refresh(grads)
 
+    def let_go(self) -> None:
+        """Keep no state alive, whose memory its owner may want to have back; by `address_key` others are known."""
+        self._state = []
+
     def run(
         self,
         hyper: Sequence[Sequence[float | Tensor]],

@@ -62,13 +62,16 @@ class MuonTensors:
         return (dtypes, self.param.device, *(alignment_of(self) if tiles == "shape" else ()))
 
     def address_key(self) -> tuple[Any, ...]:
-        """What the tables hold of parameter and state, to tell when a tensor was replaced or is read otherwise."""
-        optional = (0 if t is None else t.data_ptr() for t in (self.second_moment, self.master, self.step))
-        addresses = (self.param.data_ptr(), self.momentum_buffer.data_ptr(), *optional)
-        v = self.second_moment
-        # the others' dtypes are the same in a whole plan, and their strides those of the parameter
-        kind_of_moment = () if v is None else (v.dtype, v.is_contiguous())
-        return (*addresses, self.param.stride(), kind_of_moment, self.view, self.group, self.place, self.seed)
+        """What the tables hold of parameter and state, to tell when a tensor was replaced or is read otherwise.
+
+        A plan need not keep a state alive, so its memory may have become that of a tensor of another kind.
+        """
+        p, b = self.param, self.momentum_buffer
+        # dtypes of these are the same in a whole plan, strides of both are equal, and the parameter's shape the view's
+        of_both = p.data_ptr(), b.data_ptr(), p.stride(), b.shape
+        optional = (self.second_moment, self.master, self.step)
+        kinds = [t if t is None else (t.data_ptr(), t.dtype, t.shape, t.stride()) for t in optional]
+        return (*of_both, *kinds, self.view, self.group, self.place, self.seed)
 
 
 @dataclass(frozen=True, slots=True)
