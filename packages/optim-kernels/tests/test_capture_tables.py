@@ -114,9 +114,10 @@ def captured(optimizer: torch.optim.Optimizer) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_rates(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Learning rates, which may be no words of a table but arguments of a kernel, and weight decays, which are words."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group.update(lr=rate, weight_decay=rate / 2)
 
 
 @pytest.mark.gpu
@@ -124,25 +125,25 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 @pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.float32, torch.bfloat16)], ids=["one dtype", "two"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_captures_that_are_not_replayed_leave_no_trace(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Two graphs with learning rates of their own, the second one replayed first, and eager steps between them."""
+    """Two graphs with rates of their own, the second one replayed first, and eager steps between them."""
     ours, other = make(dtypes), make(dtypes)
     optimizer, eager = MAKERS[name](ours), MAKERS[name](other)
     optimizer.step()
     eager.step()
     graphs: list[torch.cuda.CUDAGraph] = []
-    for lr in (0.2, 0.05):
-        set_lr(optimizer, lr)
+    for rate in (0.2, 0.05):
+        set_rates(optimizer, rate)
         graphs.append(captured(optimizer))
-        set_lr(eager, lr)
+        set_rates(eager, rate)
         optimizer.step()
         eager.step()
-    for number, lr in ((1, 0.05), (0, 0.2), (1, 0.05)):
+    for number, rate in ((1, 0.05), (0, 0.2), (1, 0.05)):
         graphs[number].replay()
-        set_lr(eager, lr)
+        set_rates(eager, rate)
         eager.step()
-        set_lr(optimizer, 0.1)
+        set_rates(optimizer, 0.1)
         optimizer.step()
-        set_lr(eager, 0.1)
+        set_rates(eager, 0.1)
         eager.step()
     assert_same_bits(ours, other)
 
