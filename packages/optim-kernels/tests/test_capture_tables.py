@@ -115,7 +115,7 @@ def captured(optimizer: torch.optim.Optimizer) -> torch.cuda.CUDAGraph:
 
 
 def set_rates(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Learning rates, which may be no words of a table but arguments of a kernel, and weight decays, which are words."""
+    """Learning rates, which may be arguments of a kernel, and weight decays, which are words of a table."""
     for group in optimizer.param_groups:
         group.update(lr=rate, weight_decay=rate / 2)
 
