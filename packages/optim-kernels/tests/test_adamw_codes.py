@@ -20,7 +20,7 @@ from optim_kernels._triton import FUSED, tl, triton
 from optim_kernels.adamw_groups import init_state
 from optim_kernels.functional import _adamw_launch, _adamw_tuning, adamw_
 from optim_kernels.functional._adamw_tensor import CODE_BLOCK
-from optim_kernels.functional._adamw_tuning import MOST_BLOCKS, PROGRAMS_OF_ONE, Tuning, code_chunks, division_of_one
+from optim_kernels.functional._adamw_tuning import IN_LISTS, OF_ONE, OneWarp, Tuning, code_chunks, division_of_one
 from optim_utils.low_bit import (
     CUBIC8,
     DYNAMIC8,
@@ -152,7 +152,7 @@ def test_roots_are_between_their_estimates(power: int, first_exponent: int) -> N
 
 def test_a_warp_holds_the_scales_of_a_chunk() -> None:
     """And the chunks of a list go from few blocks at its front, whose programs come last, to as many as that."""
-    assert int(moment_scales.MOST_BLOCKS) >= MOST_BLOCKS
+    assert int(moment_scales.MOST_BLOCKS) >= max(kind.most_blocks for kind in (IN_LISTS, *OF_ONE))
     sizes = code_chunks(132)
     assert [each.size for each in sizes] == sorted(each.size for each in sizes)
     assert sizes[-1].size <= int(moment_scales.MOST_BLOCKS) * CODE_BLOCK
@@ -166,11 +166,14 @@ def test_programs_share_a_lone_tensor_equally() -> None:
     for multiprocessors, numel in itertools.product((1, 7, 132), numels):
         shared = division_of_one(numel, True, tuned, multiprocessors)
         assert division_of_one(numel, False, tuned, multiprocessors) is None
-        blocks, most = numel // CODE_BLOCK, PROGRAMS_OF_ONE * multiprocessors
-        if blocks > most * MOST_BLOCKS:
+        blocks = numel // CODE_BLOCK
+        held = [kind.programs * multiprocessors for kind in OF_ONE]
+        fitting = [most for most, kind in zip(held, OF_ONE, strict=True) if blocks <= most * kind.most_blocks]
+        if not fitting:
             assert shared is None
             continue
         assert shared is not None
+        most = fitting[0]
         programs, least = shared
         programs -= numel % CODE_BLOCK > 0
         assert programs == (-(-blocks // 2) if 1 < blocks / most <= 2 else min(blocks, most))
@@ -205,7 +208,7 @@ def test_alone_in_equal_parts_or_as_a_list(numel: int, programs: int, monkeypatc
     def in_parts(numel: int, is_aligned: bool, tuned: Tuning, _: int) -> tuple[int, int] | None:
         return division_of_one(numel, is_aligned, tuned, 1)
 
-    monkeypatch.setattr(_adamw_tuning, "PROGRAMS_OF_ONE", programs)
+    monkeypatch.setattr(_adamw_tuning, "OF_ONE", (OneWarp(80, programs, int(moment_scales.MOST_BLOCKS)),))
     results = []
     for division in (lambda *_: None, in_parts):
         monkeypatch.setattr(_adamw_launch, "division_of_one", division)

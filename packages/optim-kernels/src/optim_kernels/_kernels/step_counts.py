@@ -31,62 +31,64 @@ def arrive(counter, keep, t):
 
     Other threads have -1, as all have where nothing is counted. Before a program counts, all its threads have come this
     far and have loaded what ``t`` (fp32) was made of: a load still under way could return what the last program stores.
-    """
-    if not INTERPRETED:
-        # the barrier's predicate is on t, so each thread waits for its own; an infinite t is not counted
-        infinite = tl.inline_asm_elementwise(
-            """{
-            .reg .pred infinite;
-            setp.eq.f32 infinite, $1, 0f7F800000;
-            bar.red.or.pred infinite, 0, infinite;
-            selp.u32 $0, 1, 0, infinite;
-            }""",
-            "=r,f",
-            [t],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-        keep &= infinite == 0
-    return _count(counter, keep)
-
-
-@triton.jit
-def arrive_above(above, arrived, counter):
-    """Count this program's group, if it ``arrived`` at the group's counter as the last; return as ``arrive`` does."""
-    _, last = counter
-    return _count(above, arrived == last)
-
-
-@triton.jit
-def _count(counter, condition):
-    """Add one in the first thread, if it meets the condition; return what was there, else -1.
-
     ``tl.atomic_add`` hands the value to every thread at once, so all wait for the round trip to L2; here only the first
     thread waits, and only when the value is used. That takes an instruction that wraps around: ptxas sums up those that
     add over a warp, and hands the result to its threads at once, too.
     """
     pointer, last = counter
     if INTERPRETED:
-        earlier = tl.atomic_add(pointer, condition.to(tl.int32), sem="relaxed")
-        tl.store(pointer, 0, mask=condition & (earlier == last))
-        return tl.where(condition, earlier, -1)
+        return _arrive_interpreted(counter, keep)
     else:
+        # the barrier's predicate is on t, so each thread waits for its own; an infinite t is not counted
         return tl.inline_asm_elementwise(
             """{
-            .reg .pred first;
+            .reg .pred first, infinite;
             .reg .u32 thread;
+            setp.eq.f32 infinite, $3, 0f7F800000;
+            bar.red.or.pred infinite, 0, infinite;
             mov.u32 thread, %tid.x;
             mov.u32 $0, 0xFFFFFFFF;
+            @infinite mov.u32 thread, 1;
             setp.lt.u32 first, thread, $2;
-            @first atom.relaxed.gpu.global.inc.u32 $0, [$1], $3;
+            @first atom.relaxed.gpu.global.inc.u32 $0, [$1], $4;
             }""",
-            "=&r,l,r,r",
-            [pointer.to(tl.int64), condition.to(tl.int32), last.to(tl.int32)],
+            "=&r,l,r,f,r",
+            [pointer.to(tl.int64), keep.to(tl.int32), t, last.to(tl.int32)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
+
+
+@triton.jit
+def arrive_above(above, arrived, counter):
+    """Count this program's group, if it ``arrived`` at the group's counter as the last; return as ``arrive`` does."""
+    pointer, last = above
+    is_last = arrived == counter[1]
+    if INTERPRETED:
+        return _arrive_interpreted(above, is_last)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred last;
+            mov.u32 $0, 0xFFFFFFFF;
+            setp.ne.u32 last, $2, 0;
+            @last atom.relaxed.gpu.global.inc.u32 $0, [$1], $3;
+            }""",
+            "=&r,l,r,r",
+            [pointer.to(tl.int64), is_last.to(tl.int32), last.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _arrive_interpreted(counter, condition):
+    pointer, last = counter
+    earlier = tl.atomic_add(pointer, condition.to(tl.int32), sem="relaxed")
+    tl.store(pointer, 0, mask=condition & (earlier == last))
+    return tl.where(condition, earlier, -1)
 
 
 @triton.jit

@@ -144,7 +144,8 @@ class AdamWLaunch:
         self._is_of_one, self._map, self._rates = alone is not None, None, ()
         self._scalars, self._grad_rows, self._is_uploaded = (), b"", False
         if alone is not None:
-            self._division, counts, tuned = alone, [alone[0]], tuning_of_one(tuned, numels[0])
+            self._division, counts = alone, [alone[0]]
+            tuned = tuning_of_one(tuned, numels[0], num_multiprocessors)
         else:
             sizes = [ChunkSize(tuned.chunk)] if tuned.chunk else code_chunks(num_multiprocessors)
             chunks = ChunkMap.build(numels, aligned, sizes, self._device, granule=tuned.chunk or 2 * tuned.tile)

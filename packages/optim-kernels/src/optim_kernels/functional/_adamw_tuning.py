@@ -11,11 +11,6 @@ from optim_kernels._impl import is_interpreted
 from optim_kernels.functional._adamw_tensor import CODE_BLOCK, Signature
 from optim_kernels.multi_tensor import ChunkSize
 
-# With codes a program is one warp. Its threads' registers and how many such programs a multiprocessor then holds, in
-# lists and of a lone tensor; and how many blocks of a lone tensor a program has at most: longer ones are cut as lists.
-LIST_REGISTERS, LIST_PROGRAMS = 72, 28
-REGISTERS_OF_ONE, PROGRAMS_OF_ONE, MOST_BLOCKS = 80, 24, 18
-
 
 class Tuning(NamedTuple):
     """Elements of a chunk, elements that a program has in registers at a time, its warps, and registers of a thread.
@@ -30,6 +25,19 @@ class Tuning(NamedTuple):
     max_registers: int | None = None
 
 
+class OneWarp(NamedTuple):
+    """Programs of one warp: a thread's registers, how many a multiprocessor then holds, and blocks of one at most."""
+
+    registers: int
+    programs: int
+    most_blocks: int
+
+
+# with codes: in a list; of a lone tensor the first that it is not too long for, else it is cut as a list is
+IN_LISTS = OneWarp(72, 28, 24)
+OF_ONE = OneWarp(96, 20, 4), OneWarp(80, 24, 14)
+
+
 def tuning(kind: Signature, numels: Sequence[int], num_multiprocessors: int) -> Tuning:
     """The fastest of the tunings measured on an H200 (``benchmarks/NOTES.md``), by the bytes read for an element.
 
@@ -38,7 +46,7 @@ def tuning(kind: Signature, numels: Sequence[int], num_multiprocessors: int) -> 
     one warp, which waits for no other.
     """
     if torch.uint8 in (kind.exp_avg, kind.exp_avg_sq):
-        return Tuning(0, CODE_BLOCK, CODE_BLOCK, 1, None if is_interpreted() else LIST_REGISTERS)
+        return Tuning(0, CODE_BLOCK, CODE_BLOCK, 1, None if is_interpreted() else IN_LISTS.registers)
     if is_interpreted():
         return Tuning(4096, 4096, 4096, 1)
     read = sum(dtype.itemsize for dtype in (kind.param, kind.grad, kind.exp_avg, kind.exp_avg_sq))
@@ -63,23 +71,32 @@ def division_of_one(numel: int, is_aligned: bool, tuned: Tuning, num_multiproces
     if tuned.chunk:
         return max(1, -(-numel // tuned.chunk)), numel // tuned.chunk if is_aligned else 0
     num_blocks = numel // tuned.tile
-    at_once = PROGRAMS_OF_ONE * num_multiprocessors
-    num_parts = -(-num_blocks // 2) if at_once < num_blocks <= 2 * at_once else min(num_blocks, at_once)
-    if not is_aligned or num_parts == 0 or num_blocks > num_parts * MOST_BLOCKS:
+    kind = _programs_of_one(num_blocks, num_multiprocessors)
+    if kind is None or not is_aligned or num_blocks == 0:
         return None
+    at_once = kind.programs * num_multiprocessors
+    num_parts = -(-num_blocks // 2) if at_once < num_blocks <= 2 * at_once else min(num_blocks, at_once)
     return num_parts + (numel % tuned.tile > 0), num_blocks // num_parts
 
 
-def tuning_of_one(tuned: Tuning, numel: int) -> Tuning:
+def tuning_of_one(tuned: Tuning, numel: int, num_multiprocessors: int) -> Tuning:
     """This tuning for a lone tensor of so many elements, where it has one of its own: with codes.
 
     Its loop asks for a block early if it has the registers for it. Where no tail is left none is compiled, since that
     takes registers from all programs.
     """
-    if tuned.chunk:
+    kind = _programs_of_one(numel // tuned.tile, num_multiprocessors)
+    if tuned.chunk or kind is None:
         return tuned
-    registers = tuned.max_registers and REGISTERS_OF_ONE
-    return tuned._replace(tail_tile=tuned.tail_tile if numel % tuned.tile else 0, max_registers=registers)
+    return tuned._replace(
+        tail_tile=tuned.tail_tile if numel % tuned.tile else 0,
+        max_registers=tuned.max_registers and kind.registers,
+    )
+
+
+def _programs_of_one(num_blocks: int, num_multiprocessors: int) -> OneWarp | None:
+    kinds = (kind for kind in OF_ONE if num_blocks <= kind.programs * num_multiprocessors * kind.most_blocks)
+    return next(kinds, None)
 
 
 def code_chunks(num_multiprocessors: int) -> list[ChunkSize]:
@@ -90,6 +107,6 @@ def code_chunks(num_multiprocessors: int) -> list[ChunkSize]:
     one-warp programs that a multiprocessor's registers hold. None has more blocks than
     ``_kernels.moment_scales.MOST_BLOCKS``.
     """
-    programs = LIST_PROGRAMS * num_multiprocessors
+    programs = IN_LISTS.programs * num_multiprocessors
     sizes = [(count * programs, blocks * CODE_BLOCK) for count, blocks in ((2, 4), (1, 8), (1, 16))]
-    return [*(ChunkSize(size, count * size) for count, size in sizes), ChunkSize(24 * CODE_BLOCK)]
+    return [*(ChunkSize(size, count * size) for count, size in sizes), ChunkSize(IN_LISTS.most_blocks * CODE_BLOCK)]
