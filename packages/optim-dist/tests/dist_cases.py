@@ -173,7 +173,7 @@ def train(rank: int, world_size: int, case: Case, simulated: int = 0, options: d
                 found = gradient(spec, number, step, rank)
             # in the parameter's layout, as autograd gives it
             parameter.grad = None if found is None else torch.empty_like(parameter).copy_(found)
-        factor = torch.tensor(1 / simulated, device=device) if simulated else None
+        factor = torch.tensor(1 / simulated, dtype=optimizer.plan.scalar_dtype, device=device) if simulated else None
         if case.max_norm is not None:
             norms.append(optimizer.clip_grad_norm_(case.max_norm * max(1, simulated)).item() / max(1, simulated))
         optimizer.step(clip_factor=factor)

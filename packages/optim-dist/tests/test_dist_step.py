@@ -160,6 +160,29 @@ def norms_of_every_order(rank, world_size):
         optimizer.step()
 
 
+@scenario(1, 2, 3)
+def doubles_are_averaged_and_clipped_in_fp64(rank, world_size):
+    """As in one process; a third in fp32, or a norm, would be 1e-8 away."""
+    for options in ({"max_norm": 0.5}, {"max_norm": 0.5, "overlap": False}, {"skip_nonfinite": True}, {}):
+        net, twin = Net(device_of(rank)).double(), Net(device_of(rank)).double()
+        # a large eps, as otherwise the size of the gradients would hardly matter
+        mine = TritonDistAdamW(net.named_parameters(), lr=0.05, eps=1.0, model=net, **options)
+        its = torch.optim.AdamW(twin.parameters(), lr=0.05, eps=1.0)
+        for step in range(2):
+            net(batch(rank, step).double()).backward()
+            for other in range(world_size):
+                (twin(batch(other, step).double()) / world_size).backward()
+            norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+            found = clip_grad_norm_(net.parameters(), 0.5) if "max_norm" not in options else None
+            for optimizer in (mine, its):
+                optimizer.step()
+                optimizer.zero_grad()
+            for each in filter(lambda given: given is not None, (found, mine.grad_norm)):
+                torch.testing.assert_close(each, norm, rtol=1e-14, atol=0.0)
+        for left, right in zip(values(net), values(twin)):
+            torch.testing.assert_close(left, right, rtol=1e-13, atol=1e-14)
+
+
 @scenario(1, 2)
 def norms_of_negative_order_are_refused(rank, world_size):
     net, optimizer = build(rank)

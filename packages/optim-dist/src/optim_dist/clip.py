@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from numbers import Real
 from typing import Any
 
@@ -49,7 +50,8 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type must be at least 0, or inf, got {norm_type}")
     optimizers = _optimizers(optimizer_or_parameters)
     _check_ranks(optimizers)
-    norm = combine_norms([optimizer.measure_norm(norm_type) for optimizer in optimizers], float(norm_type)).float()
+    norm = combine_norms([optimizer.measure_norm(norm_type) for optimizer in optimizers], float(norm_type))
+    norm = norm.to(reduce(torch.promote_types, [optimizer.plan.scalar_dtype for optimizer in optimizers]))
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise RuntimeError(
             f"the total norm of order {norm_type} is {norm.item()}, so gradients cannot be clipped; "

@@ -187,6 +187,12 @@ class Plan:
         ]
         return Plan(self.world_size, (*self.parameters, *other.parameters), (*self.buckets, *moved))
 
+    @cached_property
+    def scalar_dtype(self) -> torch.dtype:
+        """Of norms of gradients and of what multiplies gradients: fp64 if a parameter is, else fp32."""
+        is_wide = any(spec.dtype == torch.float64 for spec in self.parameters)
+        return torch.float64 if is_wide else torch.float32
+
     def ranges(self, parameter: int) -> list[Piece]:
         """Every rank's part of a parameter, in element order."""
         return sorted(self._ranges[parameter], key=lambda piece: piece.start)

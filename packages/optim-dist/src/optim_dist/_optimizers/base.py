@@ -184,10 +184,10 @@ class DistOptimizer(StatefulOptimizer):
     def _take_norm(self) -> None:
         """Phase 3, if the options ask for it: clip to ``max_norm``, or take a norm for ``skip_nonfinite``."""
         if self._options.max_norm is not None:
-            norm = self._norm(2.0).float()
+            norm = self._norm(2.0).to(self.plan.scalar_dtype)
             self.clip_with(factor_of_norm(norm, self._options.max_norm), norm)
         elif self._options.skip_nonfinite and self._factor is None:
-            self.grad_norm = self._norm(2.0)
+            self.grad_norm = self._norm(2.0).to(self.plan.scalar_dtype)
         if self._options.debug:
             step_checks.compare_scalars(self.param_groups, self.entries, self._factor, self.communicator)
 

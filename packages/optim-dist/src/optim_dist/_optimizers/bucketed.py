@@ -44,13 +44,8 @@ class BucketedParameters:
         self._communicator = communicator
         self._backward_communicator: Communicator | None = None  # once reductions may run under backward
         self._options = options
-        world_size, device = communicator.world_size, communicator.device
-        as_fp32 = partial(torch.tensor, dtype=torch.float32, device=device)
-        # keyed by ParameterBucket.is_averaged
-        self._factors = {
-            False: as_fp32(1 / world_size) if options.average else None,
-            True: None if options.average else as_fp32(world_size),
-        }
+        device = communicator.device
+        self._factors = self._factors_in(torch.float32)
         self.shards_of: dict[ParameterBucket, list[Shard]] = {}  # what this rank owns of each
         # steps are watched where reading messages costs nothing, or to debug
         self._messages = StepMessages(communicator, is_watched=device.type == "cpu" or options.debug)
@@ -65,8 +60,16 @@ class BucketedParameters:
         self._gathers: ForwardGathers | None = None
         self._at_end: weakref.finalize[..., Any] | None = None  # what becomes of gathers in flight
 
+    def _factors_in(self, dtype: torch.dtype) -> dict[bool, Tensor | None]:
+        """See ``factors``."""
+        number = partial(torch.tensor, dtype=dtype, device=self._communicator.device)
+        world_size, average = self._communicator.world_size, self._options.average
+        return {False: number(1 / world_size) if average else None, True: None if average else number(world_size)}
+
     def extend(self, plan: Plan, entries: Sequence[Entry]) -> None:
         """Build the plan's new buckets, and move their parameters into them."""
+        if plan.scalar_dtype != torch.float32:
+            self._factors = self._factors_in(plan.scalar_dtype)
         self.wait()
         self._messages.agree_on_number()
         parameters = [entry.parameter for entry in entries]
