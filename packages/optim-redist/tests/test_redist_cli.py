@@ -531,11 +531,17 @@ def test_borders_that_nothing_has_to_cross_are_not_the_worst():
     )
     assert "into the node of ranks 8–11 go at least 8 KiB; this plan crosses its border 1.00 ×" in str(served)
     shared = plan((64, 64), "bf16", Layout(mesh, [None, 1]), Layout(mesh, [None, None]), topology=nodes)
-    assert "into the node of ranks 0–3 go at least 0 B; this plan crosses its border 1.00 ×" in str(shared)
+    assert "\nnothing has to go into the node of ranks 0–3, and nothing does\n" in str(shared)
     gathered = plan(
         (64, 64), "bf16", Layout(mesh, [0, 1]), Layout(mesh, [(0, 1), None]), topology=nodes, planners=["naive"]
     )
     assert "nothing has to go into the node of ranks 0–3; this plan crosses its border nevertheless" in str(gathered)
+
+
+def test_borders_are_not_spoken_of_where_nothing_is_sent():
+    kept = plan((64, 64), "bf16", Layout(Mesh((2, 4)), [None, 1]), Layout(Mesh(4), [None, 0]))
+    assert "no rank lacks anything, so nothing is sent\nmemory" in str(kept)
+    assert "must enter" not in kept.explain()
 
 
 def test_ascii_pictures():

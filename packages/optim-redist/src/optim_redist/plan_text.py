@@ -143,16 +143,16 @@ def _footer(plan: Plan, crossed: Sequence[Crossed]) -> list[str]:
     else:
         lines.append("no rank lacks anything, so nothing is sent")
     worst = worst_cut(crossed)
-    if worst is not None:
+    if worst is not None and limits.lb:
         cut, ratio, leaves = worst
         way, needed = ("out of", cut.outbound) if leaves else ("into", cut.inbound)
         where = f"{way} the {cut.level} of ranks {_span(cut.ranks)}"
-        if needed or ratio == 1:
+        if needed:
             least = format_bytes(needed * width)
-            line = f"{where} go at least {least}; this plan crosses its border {ratio:.2f} × as much as needed"
+            lines.append(f"{where} go at least {least}; this plan crosses its border {ratio:.2f} × as much as needed")
         else:
-            line = f"nothing has to go {where}; this plan crosses its border nevertheless"
-        lines.append(line)
+            found = ", and nothing does" if ratio == 1 else "; this plan crosses its border nevertheless"
+            lines.append(f"nothing has to go {where}{found}")
         lines += _busy_inside(plan)
     limit = "" if plan.memory_limit is None else f", limit {format_bytes(plan.memory_limit)}"
     both = f"source and target alone take {format_bytes(limits.memory * width)}"
@@ -239,7 +239,8 @@ def bounds_lines(limits: Bounds, width: int, crossed: Sequence[Crossed] | None =
         lines.append(
             f"in one step, straight from holders, the busiest rank moves {limits.single_hop}: {_above(limits)}"
         )
-    for cut, inbound, outbound in [(cut, 0, 0) for cut in limits.cuts] if crossed is None else crossed:
+    borders = [(cut, 0, 0) for cut in limits.cuts] if crossed is None else crossed
+    for cut, inbound, outbound in borders if limits.lb else ():
         text = f"the {cut.level} of ranks {_span(cut.ranks)}: {format_bytes(cut.inbound * width)} must enter, "
         text += f"{format_bytes(cut.outbound * width)} must leave"
         if crossed is not None:
