@@ -147,6 +147,8 @@ def test_a_limit_that_an_error_asks_for_is_enough(seed: int, donate: bool) -> No
     assert least <= everything
     asked = _asked(plans, least, donate=donate)
     assert donate or asked <= everything + CHUNK
+    # no more than one tensor after the other takes without a limit
+    assert asked <= max(least, _peak(buckets_of(plans, 1, 2**60, donate=donate)))
     assert _peak(buckets_of(plans, 2**40, asked, donate=donate)) <= asked
     # everything and one chunk is enough, also if sources are given up
     for more in (CHUNK, CHUNK + 1, 2**20):

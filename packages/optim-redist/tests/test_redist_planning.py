@@ -229,6 +229,29 @@ def test_memory_limits_are_kept_or_proven_too_small(seed: int) -> None:
     assert caught.value.limit == needed - 1
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.booleans())
+def test_a_limit_that_an_error_asks_for_is_enough_and_no_more_than_without_limits(seed: int, donate: bool) -> None:
+    shape, src, dst = random_case(seed, FAMILIES)
+    free = plan(shape, "bf16", src, dst, donate=donate)
+    if not free.peak_bytes:
+        return
+    with pytest.raises(PlanInfeasibleError) as caught:
+        plan(shape, "bf16", src, dst, memory_limit=0, donate=donate)
+    least = sum(caught.value.terms.values())
+    try:
+        made = plan(shape, "bf16", src, dst, memory_limit=least, donate=donate)
+    except PlanInfeasibleError as error:
+        asked = sum(error.terms.values())
+        assert least < asked <= max(least + CHUNK, free.peak_bytes)
+        if free.peak_bytes <= least + CHUNK:
+            assert asked <= free.peak_bytes
+        made = plan(shape, "bf16", src, dst, memory_limit=asked, donate=donate)
+        assert made.peak_bytes <= asked
+    else:
+        assert made.peak_bytes <= least
+
+
 def test_large_tensors_under_a_small_staging_limit() -> None:
     mesh = Mesh((2, 4))
     src, dst = Layout(mesh, [0, 1]), Layout(mesh, [1, 0])
@@ -652,7 +675,7 @@ def test_where_all_numbers_exceed_the_limit_the_error_is_of_those_that_take_less
         plan((6,), "int64", src, dst, relabel=True, memory_limit=39)
     # no renumbered rank can hold its parts, but with their own numbers ranks lack room for buffers only
     src, dst = (Layout(Mesh(2), [(0, Ragged(cuts))]) for cuts in ((0, 5, 6), (0, 1, 6)))
-    with pytest.raises(PlanInfeasibleError, match=r"source 40 \+ target 8 \+ one chunk .*; none of the planners"):
+    with pytest.raises(PlanInfeasibleError, match=r"source 40 \+ target 8 \+ buffers 64 = 112 bytes; none of"):
         plan((6,), "int64", src, dst, relabel=True, memory_limit=48)
 
 

@@ -338,13 +338,12 @@ def _infeasible(request: Request, limits: Bounds, asked: tuple[str, ...] | None)
 
 
 def _least_that_fits(request: Request, limits: Bounds, asked: tuple[str, ...] | None) -> int:
-    """A limit under which there is a plan: source, target and one chunk, or the least peak that rounds can reach."""
+    """A limit under which there is a plan: the least peak with room for buffers of one chunk, or more if parts are larger."""
     room = CHUNK
     while True:
         enough = limits.memory * request.itemsize + room
         found, _ = candidates(replace(request, memory_limit=enough), limits, asked)
         least = min(candidate.peak_bytes for candidate in found)
         if least <= enough:
-            return least if request.donate or room > CHUNK else enough
-        # the parts of the largest number of rounds are larger than a chunk
+            return least
         room *= 2

@@ -153,16 +153,13 @@ def _infeasible(loads: Sequence[_Load], limit: int, donate: bool) -> PlanInfeasi
     worst: tuple[int, int, dict[str, int]] | None = None
     for load, held in zip(loads, _held_before(loads, donate)):
         fixed = added_up([held.all, load.target])
-        enough = max(fixed.values()) + (CHUNK if load.size else 0)
-        _, peak = load.alone(held.all, enough)
-        counts = fixed if max(peak.values()) <= enough else peak
-        rank = max(counts, key=lambda rank: (counts[rank], -rank))
-        needed = max(enough, peak[rank])
-        if worst is None or needed > worst[0]:
+        _, peak = load.alone(held.all, max(fixed.values()) + CHUNK)
+        rank = max(peak, key=lambda rank: (peak[rank], -rank))
+        if worst is None or peak[rank] > worst[0]:
             terms = {"sources": held.sources[rank], "targets": fixed[rank] - held.sources[rank]}
-            if needed > fixed[rank]:
-                terms["one chunk" if needed == fixed[rank] + CHUNK else "buffers"] = needed - fixed[rank]
-            worst = needed, rank, terms
+            if buffers := peak[rank] - fixed[rank]:
+                terms["one chunk" if buffers == CHUNK else "buffers"] = buffers
+            worst = peak[rank], rank, terms
     assert worst is not None, "without tensors there is nothing to hold"
     return PlanInfeasibleError(worst[1], worst[2], limit, proven=False)
 
