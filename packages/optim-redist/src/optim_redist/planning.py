@@ -338,7 +338,7 @@ def _infeasible(request: Request, limits: Bounds, asked: tuple[str, ...] | None)
 
 
 def _least_that_fits(request: Request, limits: Bounds, asked: tuple[str, ...] | None) -> int:
-    """A limit under which there is a plan: the least peak with room for buffers of one chunk, or more if parts are larger."""
+    """A limit under which there is a plan: the least peak with room for one chunk of buffers, more if need be."""
     room = CHUNK
     while True:
         enough = limits.memory * request.itemsize + room
