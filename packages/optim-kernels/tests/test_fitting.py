@@ -193,14 +193,43 @@ def test_a_state_of_which_something_is_missing(make: Any, impl: Any, missing: st
 
 
 @pytest.mark.parametrize("make", [adamw, adamw_at_random, muon_and_adamw])
-def test_a_state_of_which_something_is_called_otherwise(make: Any) -> None:
+@IMPLS
+def test_a_state_of_which_something_is_called_otherwise(make: Any, impl: Any) -> None:
     """The same tensors in the same order."""
-    params, optimizer = stepped(make, "torch")
+    params, optimizer = stepped(make, impl)
     give_gradients(*params)
     state = optimizer.state[params[1]]
     assert [*state][-1] == "exp_avg_sq"
     state["square"] = state.pop("exp_avg_sq")
     assert_refused(optimizer, params, r"last cannot be updated: its state has .* but needs exp_avg_sq too")
+
+
+@MAKERS
+@IMPLS
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+@pytest.mark.parametrize(
+    "kept",
+    [
+        Tensor.to_sparse,
+        Tensor.to_sparse_csr,
+        lambda mask: quantize(mask, INT8),
+        lambda mask: torch.nested.nested_tensor([mask[0], mask[1, :2]], layout=torch.jagged),
+        str,
+    ],
+    ids=["coo", "csr", "codes", "nested", "words"],
+)
+def test_a_state_may_have_other_entries(make: Any, impl: Any, kept: Callable[[Tensor], Any]) -> None:
+    """As with torch's optimizers; they have no part in a step."""
+    entry = kept(torch.eye(3, device=DEVICE))
+    params, optimizer = stepped(make, impl)
+    for _ in range(3):
+        for p in params:
+            optimizer.state[p]["other"] = entry
+        before = [p.detach().clone() for p in params]
+        give_gradients(*params)
+        optimizer.step()
+        assert not any(map(torch.equal, params, before))
+        assert all(optimizer.state[p]["other"] is entry for p in params)
 
 
 @MAKERS

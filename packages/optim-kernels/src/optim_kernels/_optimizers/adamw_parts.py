@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from optim_kernels._impl import PLAIN_TYPES
 from optim_kernels._optimizers.fitting import refuse
+from optim_kernels._optimizers.private_state import KnownStates
 from optim_kernels.multi_tensor import KnownKinds
 
 _PLAIN_TYPES = frozenset(PLAIN_TYPES)
@@ -35,14 +35,12 @@ class TorchParts:
         self._indices = [index for part in parts for index in part.indices]
         self._params = [param for part in parts for param in part.params]
         self._states = [states[param] for param in self._params]
-        # live views, which show what the states hold later, and keep none of it alive whose memory others want back
-        self._contents = [state.values() for state in self._states]
-        held = self._held()
-        self._keys, self._types = list(chain.from_iterable(self._states)), list(map(type, held))
-        self._has_others = not _PLAIN_TYPES.issuperset(self._types)
-        self._has_wrappers = any(issubclass(each, Tensor) for each in {*self._types} - _PLAIN_TYPES)
-        self._known_states, self._known_given = KnownKinds(with_shapes=True), KnownKinds(with_shapes=True)
-        self._state_kinds = self._known_states.of(self._plain(held))
+        # a step reads their tensors anew, so it does not matter where they are; those of another kind it converts
+        self.states = KnownStates(self._states, with_addresses=False)
+        # what wraps tensors is asked in every step whether it fits
+        held = {type(value) for state in self._states for value in state.values()}
+        self._has_wrappers = any(issubclass(each, Tensor) for each in held - _PLAIN_TYPES)
+        self._known_given = KnownKinds(with_shapes=True)
         # the kinds of parameters and gradients that were last found to fit each other, and the states
         self._fitting: list[Any] | None = None
 
@@ -51,19 +49,6 @@ class TorchParts:
 
     def __len__(self) -> int:
         return len(self._parts)
-
-    def hold_alike(self) -> bool:
-        """Whether the states hold tensors of the same kinds as before, under the same keys.
-
-        A step reads the tensors anew, so it does not matter which they are. Those of another kind may need to be
-        converted.
-        """
-        held = self._held()
-        return (
-            list(map(type, held)) == self._types
-            and list(chain.from_iterable(self._states)) == self._keys
-            and self._known_states.of(self._plain(held)) == self._state_kinds
-        )
 
     def refuse_unfit(
         self,
@@ -76,7 +61,7 @@ class TorchParts:
         Args:
             why_unfit: what is wrong with a parameter, its gradient and its state in a group; asked only if the first
                 two are of other shapes, strides, dtypes or devices than in the step before. States have not changed,
-                says `hold_alike`.
+                says `states`.
         """
         if not self._parts:
             return
@@ -97,10 +82,3 @@ class TorchParts:
         """Whether the parameters have gradients now, and dense ones."""
         grads = (param.grad for param in self._params)
         return all(grad is not None and grad.layout is torch.strided for grad in grads)
-
-    def _held(self) -> list[Any]:
-        return list(chain.from_iterable(self._contents))
-
-    def _plain(self, held: list[Any]) -> list[Tensor]:
-        """Those that have a kind; what wraps tensors is asked in every step whether it fits."""
-        return [value for value in held if type(value) in _PLAIN_TYPES] if self._has_others else held

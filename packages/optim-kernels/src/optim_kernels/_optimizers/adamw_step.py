@@ -229,7 +229,7 @@ class PreparedStep:
             len(states) == len(self._states)
             and all(map(is_, states, self._keys))
             and all(map(is_, states.values(), self._states))
-            and self.with_torch.hold_alike()
+            and (not self.with_torch or self.with_torch.states.are_unchanged())
             and (self.kernels is None or self.kernels.states.are_unchanged())
         )
 

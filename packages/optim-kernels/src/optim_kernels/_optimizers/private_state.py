@@ -16,13 +16,15 @@ from threading import RLock
 from typing import Any, TypeVar
 from weakref import ref
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from optim_kernels._dtensors import local
+from optim_kernels._impl import PLAIN_TYPES
 from optim_kernels._optimizers.base import Change, StatefulOptimizer
 from optim_kernels.functional._adamw_tensor import with_memory
-from optim_kernels.multi_tensor import KnownAddresses
+from optim_kernels.multi_tensor import KnownKinds
 
 T = TypeVar("T")
 
@@ -75,36 +77,42 @@ class KnowsNorm:
 
 
 class KnownStates:
-    """Where the tensors of states lie, to be compared once somebody has read the states.
+    """What states hold under which keys, to be compared once somebody has read them.
 
-    None is kept alive: programs move states to the host between steps, to have their memory meanwhile. So this looks at
-    addresses and kinds, which are all that launches know, not at which objects they are of.
+    No tensor is kept alive: programs move states to the host between steps, to have their memory meanwhile. So this
+    looks at keys, addresses and kinds, which are all that launches know, not at which objects they are of.
+
+    Args:
+        with_addresses: whether alike tensors in other memory are others. To a step that reads them anew they are not.
     """
 
-    def __init__(self, states: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self, states: Iterable[Mapping[str, Any]], *, with_addresses: bool = True) -> None:
+        self._states, self._with_addresses = list(states), with_addresses
         # live views, which show what the states hold later
-        self._contents = [state.values() for state in states]
+        self._contents = [state.values() for state in self._states]
         values = self._values()
-        self._types = list(map(type, values))
-        self._are_plain = set(self._types) <= {Tensor}
-        self._addresses = KnownAddresses(self._stored(values))
+        self._are_plain = all(type(value) in PLAIN_TYPES and value.layout is torch.strided for value in values)
+        self._known_kinds = KnownKinds(with_shapes=True)
+        self._keys, self._seen = self._own_keys(), self._look_at(values)
 
     def are_unchanged(self) -> bool:
-        """Whether the states hold tensors of the same kinds at the same addresses as before."""
-        values = self._values()
-        if list(map(type, values)) != self._types:
-            return False
+        """Whether the states hold tensors of the same kinds, at the same addresses, under the same keys as before."""
         try:
-            return self._addresses.are_those_of(self._stored(values))
-        except RuntimeError:  # a tensor that has become sparse has no address
+            return self._own_keys() == self._keys and self._look_at(self._values()) == self._seen
+        except (RuntimeError, TypeError):  # what has become sparse, or is no tensor any more, has no address
             return False
+
+    def _own_keys(self) -> list[str]:
+        return list(chain.from_iterable(self._states))
 
     def _values(self) -> list[Any]:
         return list(chain.from_iterable(self._contents))
 
-    def _stored(self, values: list[Any]) -> list[Tensor]:
-        """The tensors with memory; of a DTensor its local part, which may be replaced, of codes these and scales."""
-        return values if self._are_plain else list(chain.from_iterable(map(with_memory, map(local, values))))
+    def _look_at(self, values: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Addresses, or else types, and the kinds of what has memory: a DTensor's local part, codes and scales."""
+        stored = values if self._are_plain else list(chain.from_iterable(map(with_memory, map(local, values))))
+        first = map(Tensor.data_ptr, stored) if self._with_addresses else map(type, values)
+        return list(first), self._known_kinds.of(stored)
 
 
 class PrivateState(StatefulOptimizer):

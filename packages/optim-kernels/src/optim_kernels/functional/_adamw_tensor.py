@@ -200,10 +200,15 @@ def addresses(moment: Tensor) -> tuple[int, int]:
 
 
 def with_memory(value: object) -> list[Tensor]:
-    """The tensors that store a value of a state: for 8-bit codes both codes and scales; none if it is no tensor."""
+    """The tensors that store a value of a state: for 8-bit codes both codes and scales; none if it has no address.
+
+    A user may keep anything beside what a step reads: numbers, sparse masks, other libraries' codes.
+    """
     if isinstance(value, LowBitTensor):
         return [value.codes, value.scale]
-    return [value] if isinstance(value, Tensor) else []
+    if isinstance(value, Tensor) and value.layout is torch.strided and not is_wrapper(value):
+        return [value]
+    return []
 
 
 def stored_dtype(moment: Tensor) -> torch.dtype:
