@@ -310,6 +310,8 @@ def can_hold(dtype: torch.dtype, number: Any) -> bool:
 
 def with_int_keys(live: dict[Any, Any], loaded: Mapping[Any, Any]) -> dict[Any, Any]:
     ints = {str(key): key for key in live if type(key) is int and str(key) not in live}
+    if live and all(type(key) is int for key in live) and all(type(key) is str for key in loaded):
+        ints |= {key: int(key) for key in loaded if key.removeprefix("-").isdecimal()}
     return {ints.get(key, key): value for key, value in loaded.items()}
 
 

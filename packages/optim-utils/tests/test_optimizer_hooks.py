@@ -233,6 +233,34 @@ def test_dicts_of_tensors_keep_their_int_keys(flat, tmp_path):
     assert_same(state_of(fresh), state_of(optimizer))
 
 
+class GrowingDicts(OptimizerModule):
+    """Dicts that get an entry for each new block, and each step, by its number."""
+
+    def __init__(self, count: int) -> None:
+        self.blocks = {k: torch.full((1,), float(k)) for k in range(-1, count)}
+        self.steps = {k: k + 0.5 for k in range(count)}
+        self.named = {"0": 1.0, **{f"{k}": k for k in range(1, count)}}
+
+
+@FLAT
+def test_dicts_that_have_grown_keep_their_int_keys(flat):
+    def with_object(count):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        attach_state_dict_hooks(optimizer)
+        for param in model.parameters():
+            optimizer.state[param]["object"] = GrowingDicts(count)
+            optimizer.state[param]["plain"] = vars(GrowingDicts(count))
+        return model, optimizer
+
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, optimizer = with_object(12)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    fresh_model, fresh = with_object(1)
+    set_optimizer_state_dict(fresh_model, fresh, saved, options=options)
+    assert_same(state_of(fresh), state_of(optimizer))
+
+
 class WithNone(OptimizerModule):
     """None, which a flat state cannot hold, at every kind of place."""
 

@@ -5,6 +5,7 @@ A dict is entered by its keys, every other container by position: 0, 1, 2, …
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -100,13 +101,16 @@ def entries_by_key(loaded: object, live_keys: Iterable[Any]) -> dict[Any, Any] |
     """The loaded counterpart of a dict with the keys ``live_keys``, where an int key also matches its string.
 
     If both forms are there, they are merged, and the value under the string wins: ``torch.distributed.checkpoint``
-    fills tensors in place, under the int, but puts the numbers that it loads under the string. None if ``loaded`` is no
-    mapping.
+    fills tensors in place, under the int, but puts the numbers that it loads under the string. Where all live keys are
+    ints and all loaded ones strings, as in a flat state, those of other ints are ints too: the dict may have grown.
+    None if ``loaded`` is no mapping.
     """
     if not isinstance(loaded, Mapping):
         return None
     keys = set(live_keys)
     renamed = {str(key): key for key in keys if type(key) is int and str(key) not in keys}
+    if keys and len(renamed) == len(keys) and all(type(name) is str for name in loaded):
+        renamed |= {name: int(name) for name in loaded if _is_int(name)}
     entries: dict[Any, Any] = {}
     # in the loaded order, which a dict of plain values takes over
     for name, value in loaded.items():
@@ -118,6 +122,9 @@ def entries_by_key(loaded: object, live_keys: Iterable[Any]) -> dict[Any, Any] |
         else:
             entries[key] = _merged(value, entries[key])
     return entries
+
+
+_is_int = re.compile("0|-?[1-9][0-9]*").fullmatch
 
 
 def _merged(old: Any, new: Any) -> Any:
