@@ -353,3 +353,31 @@ def test_a_state_gives_its_memory_back(kind: Make) -> None:
 
     assert not left(give_other_memory)
     assert not left(replace)
+
+
+@KINDS
+@pytest.mark.parametrize("impl", ["auto", "triton"])
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_state_that_was_dropped_is_gone_before_another_is_made(
+    kind: Make, impl: Any, is_read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with torch's optimizers: to start anew takes no more memory than to go on."""
+    optimizer = make(kind, impl)
+    for _ in range(3):
+        optimizer.step()
+        if is_read:
+            assert optimizer.state
+    params = params_of(optimizer)
+    memory = [weakref.ref(tensor.untyped_storage()) for p in params for tensor in optimizer.state.get(p, {}).values()]
+    left: list[int] = []
+    zeros_like = torch.zeros_like
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        left.append(sum(reference() is not None for reference in memory))
+        return zeros_like(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "zeros_like", counted)
+    optimizer.state.clear()
+    optimizer.step()
+    assert left
+    assert not any(left)

@@ -289,6 +289,7 @@ class TritonAdamW(KnowsNorm, PrivateState, TorchAdamW):
     @out_of_inference_mode
     def _prepare(self, params: list[Tensor], grads: list[Tensor | None]) -> PreparedStep:
         """Sort the parameters that have gradients by what updates them, make their states, and plan the launch."""
+        self._prepared = None
         names = self._parameter_names()
         for group in self.param_groups:
             self._check_paths(group, names)
@@ -376,7 +377,7 @@ class TritonAdamW(KnowsNorm, PrivateState, TorchAdamW):
 
     def _explain_launches(self) -> list[str]:
         if self._prepared is None:
-            return ["not planned before the first step"]
+            return ["not planned before the next step"]
         plan = AdamWPlan() if self._prepared.kernels is None else self._prepared.kernels.plan
         is_clipping = any(group["max_norm"] is not None for group in self.param_groups)
         footer = [launches_line(plan.num_launches + is_clipping * self._norms.num_launches)]

@@ -194,6 +194,8 @@ class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
         self, groups: list[dict[str, Any]], params: list[Tensor], grads: list[Tensor | None]
     ) -> PreparedStep:
         """Make the states of AdamW parameters with gradients, and sort them by what updates them."""
+        self._adamw = None
+        self._planner.let_go()
         for group in groups:
             _check_choices(group)
         names = self._parameter_names()

@@ -263,10 +263,12 @@ def prepared_for(
 
     Args:
         states: as for ``PreparedStep.is_for``.
-        prepare: makes a prepared step; raises for gradients that are not dense.
+        prepare: drops the known step, and makes another; raises for gradients that are not dense.
     """
     # among the kernels' gradients, a sparse one fails in ``look_at``
     if known is None or not known.is_for(groups, params, grads, states) or not known.with_torch.have_dense_gradients():
+        # it keeps states alive that others may have dropped, and new ones may take as much memory
+        known = None
         known = prepare()
     try:
         seen = known.look_at(grads)

@@ -115,6 +115,7 @@ class MuonPlanner:
         """
         grads = None if self._steady is None else self._steady.gradients(groups, state)
         if self._steady is None or grads is None:
+            self.let_go()
             return False
         factor = gradient_scale(clip_factor, grad_scale)
         hypers = [_hypers_of(its_groups) for _, its_groups in self._steady.plans]
@@ -144,6 +145,10 @@ class MuonPlanner:
         for (plan, _), hyper in zip(self._done, hypers):
             plan.run(hyper, factor=factor, found_inf=found_inf)
         return True
+
+    def let_go(self) -> None:
+        """Keep no state alive that others may have dropped, before new ones are made; `repeat` then returns False."""
+        self._steady = None
 
     def forget(self) -> None:
         """Drop all plans but those that graphs read; the next step makes plans anew."""
