@@ -59,8 +59,8 @@ class Run:
         directory: where checkpoints lie, one folder a save.
         done: how many steps are over, those of earlier starts included; at least ``total`` when nothing is left to do.
         resumed_from: the checkpoint that ``steps`` went on from; None for a fresh start.
-        extra: plain values and tensors that are saved with every checkpoint, and loaded by ``steps``: a position in
-            the data, say. Those of the first rank count.
+        extra: plain values and tensors that are saved with every checkpoint, and loaded by ``steps``: the state of a
+            scheduler, say, or a position in the data. Those of the first rank count.
         stopped: whether ``steps`` ended before the last step because a SIGTERM arrived.
     """
 
