@@ -85,7 +85,7 @@ def update_chunk(
                 tile = following
                 offset += TILE
             if GROUPED:
-                arrived = arrive_above(above, arrived, counter)
+                arrived = arrive_above(above, arrived, counter, keep)
             scales = _update_tile(tile, places, offset, keep, scales, last, scalars, random, F, False)
         store_scales(scale_addresses, first, tl.where(keep, end, first), scales, F)
         _finish(row, memo, step_pointer, t, arrived, above if GROUPED else counter, keep, is_last)
@@ -100,7 +100,7 @@ def update_chunk(
             tile = read_tile(places, offset, mask, TAIL_TILE, F, True)
             scales = _update_tile(tile, places, offset, mask, scales, i, scalars, random, F, True)
         if GROUPED:
-            arrived = arrive_above(above, arrived, counter)
+            arrived = arrive_above(above, arrived, counter, keep)
         store_scales(scale_addresses, first, tl.where(keep, end, first), scales, F)
         _finish(row, memo, step_pointer, t, arrived, above if GROUPED else counter, keep, is_last)
 
@@ -151,4 +151,4 @@ def _finish(row, memo, step_pointer, t, arrived, counter, keep, is_last):
     """End a program whose elements are done: leave the memo for the next step, advance the count."""
     if is_last & keep:
         leave_memo(row, t + 1.0, memo)
-    advance(step_pointer, t, arrived, counter)
+    advance(step_pointer, t, arrived, counter, keep)

@@ -137,7 +137,7 @@ def updates_kernel(
         counter = counters + tensor, tl.load(row + _NUM_CHUNKS).to(tl.int32) - 1
         # no step is skipped, and all counts are above zero
         keep = t > 0.0
-        advance(step, t, arrive(counter, keep, t), counter)
+        advance(step, t, arrive(counter, keep, t), counter, keep)
 
 
 @triton.jit

@@ -29,8 +29,9 @@ def grouped(counters, program, num_programs):
 def arrive(counter, keep, t):
     """Count this program unless the step is not to be kept; return how many came before it, in its first thread only.
 
-    Other threads have -1, as all have where nothing is counted. Before a program counts, all its threads have come this
-    far and have loaded what ``t`` (fp32) was made of: a load still under way could return what the last program stores.
+    Before it counts, all threads of the program have come this far and have loaded what ``t`` (fp32) was made of: a
+    load still under way could return what the last program stores.
+
     ``tl.atomic_add`` hands the value to every thread at once, so all wait for the round trip to L2; here only the first
     thread waits, and only when the value is used. That takes an instruction that wraps around: ptxas sums up those that
     add over a warp, and hands the result to its threads at once, too.
@@ -47,7 +48,7 @@ def arrive(counter, keep, t):
             setp.eq.f32 infinite, $3, 0f7F800000;
             bar.red.or.pred infinite, 0, infinite;
             mov.u32 thread, %tid.x;
-            mov.u32 $0, 0xFFFFFFFF;
+            mov.u32 $0, 0;
             @infinite mov.u32 thread, 1;
             setp.lt.u32 first, thread, $2;
             @first atom.relaxed.gpu.global.inc.u32 $0, [$1], $4;
@@ -61,19 +62,24 @@ def arrive(counter, keep, t):
 
 
 @triton.jit
-def arrive_above(above, arrived, counter):
-    """Count this program's group, if it ``arrived`` at the group's counter as the last; return as ``arrive`` does."""
+def arrive_above(above, arrived, counter, keep):
+    """Count this program's group, if it ``arrived`` at the group's counter as the last; return as ``arrive`` does.
+
+    Programs that do not count their group return -1.
+    """
     pointer, last = above
-    is_last = arrived == counter[1]
+    is_last = keep & (arrived == counter[1])
     if INTERPRETED:
-        return _arrive_interpreted(above, is_last)
+        return tl.where(is_last, _arrive_interpreted(above, is_last), -1)
     else:
         return tl.inline_asm_elementwise(
             """{
-            .reg .pred last;
+            .reg .pred first;
+            .reg .u32 thread;
+            mov.u32 thread, %tid.x;
             mov.u32 $0, 0xFFFFFFFF;
-            setp.ne.u32 last, $2, 0;
-            @last atom.relaxed.gpu.global.inc.u32 $0, [$1], $3;
+            setp.lt.u32 first, thread, $2;
+            @first atom.relaxed.gpu.global.inc.u32 $0, [$1], $3;
             }""",
             "=&r,l,r,r",
             [pointer.to(tl.int64), is_last.to(tl.int32), last.to(tl.int32)],
@@ -88,12 +94,12 @@ def _arrive_interpreted(counter, condition):
     pointer, last = counter
     earlier = tl.atomic_add(pointer, condition.to(tl.int32), sem="relaxed")
     tl.store(pointer, 0, mask=condition & (earlier == last))
-    return tl.where(condition, earlier, -1)
+    return earlier
 
 
 @triton.jit
-def advance(step_pointer, t, arrived, counter):
-    """Store the count ``t``, if this program was the last that ``arrived``, at the counter above all."""
+def advance(step_pointer, t, arrived, counter, keep):
+    """Store the count ``t``, if this program ``arrived`` at the counter above all as the last and the step is kept."""
     _, last = counter
     # true in one thread of one program
-    tl.store(step_pointer, t, mask=arrived == last)
+    tl.store(step_pointer, t, mask=keep & (arrived == last))
