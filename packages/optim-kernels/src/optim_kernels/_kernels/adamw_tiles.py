@@ -143,11 +143,16 @@ def store_tile(
     p_address, _, _, m_address, v_address, w_address, master_address = places
     m_scales, v_scales, underflows = scales
     ALIGNED: tl.constexpr = not MASKED
+    # as the gradients are read: where both leave caches first, neither stays in the place of what is still to be read
+    STREAMED: tl.constexpr = F.exp_avg != tl.uint8 and F.exp_avg_sq != tl.uint8
+    modifier: tl.constexpr = ".cs" if STREAMED else ""
     lanes = tl.arange(0, p.shape[0])
     keep = mask
     if ALIGNED:
         mask = tl.full([p.shape[0]], keep, tl.int32) != 0
-    store_parameter(p_address, master_address, offset, mask, p, random, F.param, F.master, F.stochastic, MASKED)
+    store_parameter(
+        p_address, master_address, offset, mask, p, random, F.param, F.master, F.stochastic, MASKED, STREAMED
+    )
     if F.exp_avg == tl.uint8 or F.exp_avg_sq == tl.uint8:
         m_words, v_words, m_largest, v_largest = encode(m, v, F.exp_avg == tl.uint8, F.exp_avg_sq == tl.uint8)
     if F.exp_avg == tl.uint8:
@@ -155,16 +160,16 @@ def store_tile(
         _store_codes(m_address, offset, keep, m_words, MASKED)
     else:
         m = rounded(m, F.exp_avg, random, offset, _STREAM_EXP_AVG, F.stochastic, MASKED)
-        tl.store(pointer_to(m_address, F.exp_avg, ALIGNED) + offset + lanes, m, mask=mask)
+        tl.store(pointer_to(m_address, F.exp_avg, ALIGNED) + offset + lanes, m, mask=mask, cache_modifier=modifier)
     if F.exp_avg_sq == tl.uint8:
         v_scales = with_scale(v_scales, number, v_largest)
         _store_codes(v_address, offset, keep, v_words, MASKED)
     else:
         v = rounded(v, F.exp_avg_sq, random, offset, _STREAM_EXP_AVG_SQ, F.stochastic, MASKED)
-        tl.store(pointer_to(v_address, F.exp_avg_sq, ALIGNED) + offset + lanes, v, mask=mask)
+        tl.store(pointer_to(v_address, F.exp_avg_sq, ALIGNED) + offset + lanes, v, mask=mask, cache_modifier=modifier)
     if F.amsgrad:
         W: tl.constexpr = tl.float32 if F.exp_avg_sq == tl.uint8 else F.exp_avg_sq
-        tl.store(pointer_to(w_address, W, ALIGNED) + offset + lanes, narrow(w, W), mask=mask)
+        tl.store(pointer_to(w_address, W, ALIGNED) + offset + lanes, narrow(w, W), mask=mask, cache_modifier=modifier)
     return m_scales, v_scales, underflows
 
 

@@ -109,20 +109,29 @@ def store_parameter(
     MASTER: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     MASKED: tl.constexpr,
+    STREAMED: tl.constexpr = False,
 ):
-    """Store a tile of fp32 values to the parameter, rounded once, and to its master; ``mask`` has a bit per element."""
+    """Store a tile of fp32 values to the parameter, rounded once, and to its master; ``mask`` has a bit per element.
+
+    ``STREAMED`` is as for ``load_tile``: what is written beside elements that leave caches first would stay there.
+    """
+    modifier: tl.constexpr = ".cs" if STREAMED else ""
     lanes = tl.arange(0, p.shape[0])
     p_pointer = pointer_to(p_address, dtype, not MASKED) + offset
     if MASTER == _FP32_MASTER:
-        tl.store(pointer_to(master_address, tl.float32, not MASKED) + offset + lanes, p, mask=mask)
-        tl.store(p_pointer + lanes, narrow(p, dtype), mask=mask)
+        tl.store(
+            pointer_to(master_address, tl.float32, not MASKED) + offset + lanes, p, mask=mask, cache_modifier=modifier
+        )
+        tl.store(p_pointer + lanes, narrow(p, dtype), mask=mask, cache_modifier=modifier)
     elif MASTER == _SPLIT16:
         high, low = split_master(p)
-        tl.store(pointer_to(master_address, tl.int16, not MASKED) + offset + lanes, low, mask=mask)
-        tl.store(p_pointer + lanes, high, mask=mask)
+        tl.store(
+            pointer_to(master_address, tl.int16, not MASKED) + offset + lanes, low, mask=mask, cache_modifier=modifier
+        )
+        tl.store(p_pointer + lanes, high, mask=mask, cache_modifier=modifier)
     else:
         p = rounded(p, dtype, random, offset, _STREAM_PARAM, STOCHASTIC, MASKED)
-        tl.store(p_pointer + lanes, p, mask=mask)
+        tl.store(p_pointer + lanes, p, mask=mask, cache_modifier=modifier)
 
 
 @triton.jit
