@@ -164,6 +164,41 @@ def hooks_of_the_users_have_the_last_word(rank, world_size):
 
 
 @scenario(1, 2)
+def states_of_one_process_are_refused_where_groups_were_listed_otherwise(rank, world_size):
+    """Parameters are told apart by their places, and shapes alone need not tell that they are others."""
+
+    def parameters(prefix=""):
+        return [(prefix + name, nn.Parameter(normal((4, 4), 1).to(device_of(rank)))) for name in ("a", "b", "c")]
+
+    def saved(groups):
+        theirs = torch.optim.AdamW([{"params": group} for group in groups])
+        for number, p in enumerate(p for group in theirs.param_groups for p in group["params"]):
+            p.grad = torch.full_like(p, number)
+        theirs.step()
+        return theirs.state_dict()
+
+    listed = parameters()
+    listed[1][1].requires_grad_(False)
+    ours = TritonDistAdamW(listed)
+    a, b, c = parameters("module.")
+    for groups, refusal in (
+        ([[a], [b, c]], r"groups of 1, 2 parameters, this optimizer of 3"),
+        ([[a, c]], r"groups of 2 parameters, this optimizer of 3 \(those that are frozen included\)"),
+        ([[c, b, a]], r"module\.c at place 0, where this optimizer has a: list"),
+    ):
+        with pytest.raises(ValueError, match=refusal):
+            ours.load_full_state_dict(saved(groups))
+    assert not any(ours.state.values())
+    renamed = [("x", a[1]), ("y", b[1]), ("a", c[1])]
+    for group in ([a, b, c], [p for _, p in (a, b, c)], renamed):
+        state = saved([group])
+        ours.load_full_state_dict(state)
+        found = ours.full_state_dict()
+        assert rank or torch.equal(found["state"][2]["exp_avg"], state["state"][2]["exp_avg"].cpu())
+    ours.close()
+
+
+@scenario(1, 2)
 def hooks_of_the_users_do_not_touch_other_forms_of_the_state(rank, world_size):
     with tempfile.TemporaryDirectory() as own:
         folder = [own]

@@ -24,6 +24,7 @@ from optim_dist._optimizers.states import (
     packed_groups,
     stamped,
 )
+from optim_dist._plain_names import plain_names
 from optim_dist._reduction.collectives import Communicator
 from optim_dist.plan import ParameterSpec, dtype_name
 from optim_kernels.states import ELEMENTWISE_KEYS, make_groups_plain
@@ -122,6 +123,7 @@ def on_one_rank(value: Tensor, layout: Layout, communicator: Communicator, to_ch
 
 def cut_full_state_dict(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A one-process state, the same on every rank, in the form of this rank's ``state_dict()``: cut to its parts."""
+    _check_groups(optimizer, state_dict["param_groups"])
     numbers, shards = numbers_in_groups(optimizer), optimizer.shards()
     # check all parameters, so that every rank refuses what one refuses
     states = [state_dict["state"].get(numbers[id(entry.parameter)], {}) for entry in optimizer.entries]
@@ -136,6 +138,35 @@ def cut_full_state_dict(optimizer: LiveOptimizer, state_dict: dict[str, Any]) ->
             parts.setdefault(place, {})[key] = cut(value, spec, shard) if key in ELEMENTWISE_KEYS else value
     stamp = stamped({}, optimizer.plan, optimizer.communicator.rank)
     return {"state": parts, "param_groups": state_dict["param_groups"], **stamp}
+
+
+def _check_groups(optimizer: LiveOptimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse groups of other sizes, and the same names in another order: places alone tell parameters apart."""
+    sizes, mine = ([len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups))
+    if sizes != mine:
+        raise ValueError(
+            f"the state to load is of groups of {', '.join(map(str, sizes))} parameters, this optimizer of "
+            f"{', '.join(map(str, mine))} (those that are frozen included); build it with the groups that were saved"
+        )
+    if not all("param_names" in group for group in saved):
+        return
+    names = [*chain.from_iterable(group["param_names"] for group in saved)]
+    theirs = _without_wrappers([names[entry.number] for entry in optimizer.entries])
+    ours = _without_wrappers([entry.name for entry in optimizer.entries])
+    if sorted(theirs) == sorted(ours):  # else they have been renamed
+        for entry, its, own in zip(optimizer.entries, theirs, ours):
+            if its != own:
+                raise ValueError(
+                    f"the state to load has {names[entry.number]} at place {entry.number}, where this optimizer has "
+                    f"{entry.name}: list parameters in the order in which they were saved"
+                )
+
+
+def _without_wrappers(names: Sequence[str]) -> list[str]:
+    """Names without the modules that torch puts around a model or its blocks, DDP included."""
+    plain = plain_names(names)
+    is_wrapped = all(name.startswith("module.") for name in plain.values())
+    return [plain[name].removeprefix("module.") if is_wrapped else plain[name] for name in names]
 
 
 def _faults(state: Mapping[str, Any], entry: Entry, spec: ParameterSpec) -> list[str]:
