@@ -236,6 +236,20 @@ def test_hooks_see_a_loaded_state_as_it_stays():
     assert found == [torch.float32]
 
 
+@pytest.mark.parametrize("name", ["AdamW", "adamw"])
+def test_adams_groups_are_no_adamws(name):
+    """They say so by an option, whose decay is part of the gradient; torch's AdamW puts it right in a load."""
+    group = {"kind": "adamw", "params": [("w", nn.Parameter(torch.ones(3)))], "decoupled_weight_decay": False}
+    with pytest.raises(ValueError, match="decoupled_weight_decay=False, as those of"):
+        (TritonDistAdamW if name == "AdamW" else TritonDistMuonAdamW)([group])
+    state = stepped(lambda p: torch.optim.Adam([p]), nn.Parameter(torch.ones(3))).state_dict()
+    loads = "load_state_dict", "load_full_state_dict"
+    for optimizer, load in product((CLASSES[name], lambda p: torch.optim.AdamW([p])), loads):
+        made = optimizer(nn.Parameter(torch.ones(3)))
+        getattr(made, load, made.load_state_dict)(copy.deepcopy(state))
+        assert made.param_groups[0]["decoupled_weight_decay"] is True
+
+
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])
 def test_states_of_other_shapes_are_refused(name):
     optimizer = CLASSES[name](nn.Parameter(torch.ones(3, 4)))

@@ -169,6 +169,8 @@ def _with_complete_groups(optimizer: LiveOptimizer, state_dict: dict[str, Any]) 
         if fault := optimizer.group_fault(number, saved):
             raise ValueError(f"group {number} {fault}")
         taken = {key: _on_device_of(group.get(key), value) for key, value in saved.items() if key not in OWN_OPTIONS}
+        if "decoupled_weight_decay" in taken:
+            taken["decoupled_weight_decay"] = True  # as torch's AdamW makes of Adam's groups
         completed.append({**kept, **taken})
     return {**state_dict, "param_groups": completed}
 
