@@ -164,7 +164,7 @@ def check_adamw(group: dict[str, Any], *, stepped: bool = False) -> None:
         # torch tells AdamW's groups from Adam's, whose decay is part of the gradient, by this option
         if not group.get("decoupled_weight_decay", True):
             raise ValueError(
-                "a group has decoupled_weight_decay=False, as those of torch.optim.Adam, and this optimizer would decay "
-                "its parameters as AdamW does; leave the option out, or give the group to torch.optim.Adam"
+                "a group has decoupled_weight_decay=False, as those of torch.optim.Adam, and its parameters "
+                "would be decayed as AdamW's; leave the option out, or give the group to torch.optim.Adam"
             )
         check_adamw_ranges(group)  # of tensors too, which may wait for a device
