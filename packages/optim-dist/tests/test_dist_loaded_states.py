@@ -177,6 +177,12 @@ def states_of_one_process_are_refused_where_groups_were_listed_otherwise(rank, w
         theirs.step()
         return theirs.state_dict()
 
+    def named(state, names):
+        """As torch's get_optimizer_state_dict gives a whole state."""
+        (group,) = state["param_groups"]
+        group = {key: value for key, value in group.items() if key != "param_names"} | {"params": [*names]}
+        return {"state": {names[number]: each for number, each in state["state"].items()}, "param_groups": [group]}
+
     listed = parameters()
     listed[1][1].requires_grad_(False)
     ours = TritonDistAdamW(listed)
@@ -190,11 +196,13 @@ def states_of_one_process_are_refused_where_groups_were_listed_otherwise(rank, w
             ours.load_full_state_dict(saved(groups))
     assert not any(ours.state.values())
     renamed = [("x", a[1]), ("y", b[1]), ("a", c[1])]
-    for group in ([a, b, c], [p for _, p in (a, b, c)], renamed):
-        state = saved([group])
+    by_number = [saved([group]) for group in ([a, b, c], [p for _, p in (a, b, c)], renamed)]
+    for state in (*by_number, named(by_number[0], "abc"), named(by_number[0], "xya")):
         ours.load_full_state_dict(state)
         found = ours.full_state_dict()
-        assert rank or torch.equal(found["state"][2]["exp_avg"], state["state"][2]["exp_avg"].cpu())
+        assert rank or torch.equal(found["state"][2]["exp_avg"], by_number[0]["state"][2]["exp_avg"].cpu())
+    with pytest.raises(ValueError, match=r"has c at place 0, where this optimizer has a: list"):
+        ours.load_full_state_dict(named(by_number[0], "cba"))
     ours.close()
 
 

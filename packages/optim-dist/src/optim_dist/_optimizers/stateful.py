@@ -283,7 +283,11 @@ class StatefulOptimizer(PlannedOptimizer):
         return {**content, "state": state}
 
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a one-process state; every rank passes the same and keeps its part."""
+        """Take over a one-process state; every rank passes the same and keeps its part.
+
+        It has numbers for its parameters, or names as the full states of torch's ``get_optimizer_state_dict``.
+        """
+        self.check_open()
         state_dict = loaded_state.adapted(self, state_dict)
         with states.without_hooks(self):
             self.load_state_dict(whole_state.cut_full_state_dict(self, state_dict))

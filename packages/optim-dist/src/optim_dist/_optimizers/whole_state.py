@@ -124,18 +124,18 @@ def on_one_rank(value: Tensor, layout: Layout, communicator: Communicator, to_ch
 def cut_full_state_dict(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A one-process state, the same on every rank, in the form of this rank's ``state_dict()``: cut to its parts."""
     _check_groups(optimizer, state_dict["param_groups"])
-    numbers, shards = numbers_in_groups(optimizer), optimizer.shards()
+    saved_ids = [*chain.from_iterable(group["params"] for group in state_dict["param_groups"])]
     # check all parameters, so that every rank refuses what one refuses
-    states = [state_dict["state"].get(numbers[id(entry.parameter)], {}) for entry in optimizer.entries]
+    states = [state_dict["state"].get(saved_ids[entry.number], {}) for entry in optimizer.entries]
     problems = [*chain.from_iterable(map(_faults, states, optimizer.entries, optimizer.plan.parameters))]
     if problems:
         raise ValueError("a state that does not fit:\n  " + "\n  ".join(problems))
-    parts: dict[int, dict[str, Any]] = {}
-    for shard in shards:
-        place = numbers[id(shard.parameter)]
+    parts: dict[int | str, dict[str, Any]] = {}
+    for shard in optimizer.shards():
         spec = optimizer.plan.parameters[shard.index]
-        for key, value in state_dict["state"].get(place, {}).items():
-            parts.setdefault(place, {})[key] = cut(value, spec, shard) if key in ELEMENTWISE_KEYS else value
+        for key, value in states[shard.index].items():
+            part = cut(value, spec, shard) if key in ELEMENTWISE_KEYS else value
+            parts.setdefault(saved_ids[shard.number], {})[key] = part
     stamp = stamped({}, optimizer.plan, optimizer.communicator.rank)
     return {"state": parts, "param_groups": state_dict["param_groups"], **stamp}
 
@@ -148,9 +148,9 @@ def _check_groups(optimizer: LiveOptimizer, saved: Sequence[Mapping[str, Any]]) 
             f"the state to load is of groups of {', '.join(map(str, sizes))} parameters, this optimizer of "
             f"{', '.join(map(str, mine))} (those that are frozen included); build it with the groups that were saved"
         )
-    if not all("param_names" in group for group in saved):
+    names = [*chain.from_iterable(group.get("param_names", group["params"]) for group in saved)]
+    if not all(isinstance(name, str) for name in names):
         return
-    names = [*chain.from_iterable(group["param_names"] for group in saved)]
     theirs = _without_wrappers([names[entry.number] for entry in optimizer.entries])
     ours = _without_wrappers([entry.name for entry in optimizer.entries])
     if sorted(theirs) == sorted(ours):  # else they have been renamed
