@@ -313,6 +313,11 @@ def test_channels_last_convolutions_are_viewed_without_a_copy():
         ("attn.in_proj_weight", (12, 4), ((4, 4),) * 3),
         ("attn.query_key_value.weight", (12, 4), ((4, 4),) * 3),
         ("attn.c_attn.weight", (4, 12), ((4, 4),) * 3),
+        ("attn.W_pack.weight", (12, 4), ((4, 4),) * 3),
+        ("cross.to_kv.weight", (12, 4), ((6, 4),) * 2),
+        ("cross.kv", (12, 4), ((12, 4),)),
+        ("cross.kv.lora_A.weight", (12, 4), ((12, 4),)),
+        ("cross.kv_a_proj_with_mqa.weight", (12, 4), ((12, 4),)),
         ("mlp.gate_up_proj.weight", (12, 4), ((6, 4),) * 2),
         ("mlp.w13.weight", (12, 4), ((6, 4),) * 2),
         ("attn.qkv_norm_scale", (12,), None),
@@ -326,11 +331,13 @@ def test_fused_weights_by_name_alone(name, shape, shapes):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_fused_weights_that_are_joined_with_their_biases(bias):
-    model = nested({"a.qkv": nn.Linear(4, 12, bias), "a.gate_up_proj": nn.Linear(4, 6, bias)})
-    assert combine_linears(model) == ["a.qkv", "a.gate_up_proj"]
+    layers = {"a.qkv": nn.Linear(4, 12, bias), "a.gate_up_proj": nn.Linear(4, 6, bias), "a.Wkv": nn.Linear(4, 6, bias)}
+    model = nested(layers)
+    assert combine_linears(model) == [*layers]
     table = route_parameters(model)
     assert table["a.qkv.combined_weight"].view.shapes == ((4, 4 + bias),) * 3
-    assert table["a.gate_up_proj.combined_weight"].view.shapes == ((3, 4 + bias),) * 2
+    for name in ("a.gate_up_proj", "a.Wkv"):
+        assert table[f"{name}.combined_weight"].view.shapes == ((3, 4 + bias),) * 2
     # grouped-query attention: the rule to paste counts inputs without the column of the bias
     model = nested({"a.qkv": CombinedLinear(8, 16, bias)})
     with pytest.raises(UnroutedParameterError, match=r"neither of 16 and 8 is .*(\n.*)*split=\(8, 4, 4\)"):
@@ -341,7 +348,9 @@ def test_fused_weights_that_are_joined_with_their_biases(bias):
 
 def test_fused_convolution():
     model = nested({"attn.qkv": nn.Conv2d(6, 18, 1, bias=False), "conv.qkv": nn.Conv1d(6, 18, 3, bias=False)})
+    model.attn.to_kv = nn.Conv2d(6, 8, 1, bias=False)
     table = route_parameters(model)
+    assert table["attn.to_kv.weight"].view.shapes == ((4, 6),) * 2
     assert table["attn.qkv.weight"].view.shapes == ((6, 6),) * 3
     assert table["conv.qkv.weight"].view.shapes == ((6, 18),) * 3
 
@@ -414,6 +423,7 @@ def refused():
             "joined.qkv": CombinedLinear(12, 9),
             "conv.qkv": nn.Conv1d(12, 9, 1, bias=False),
             "mlp.w13": nn.Linear(8, 15, bias=False),
+            "odd.kv": nn.Linear(8, 15, bias=False),
             "moe.experts": Weights(gate_up_proj=(2, 6, 10)),
             "moe.w13": Weights(weight=(2, 6, 10)),
             "ffn.w13": Weights(weight=(2, 5, 7)),

@@ -18,11 +18,13 @@ from optim_utils._routing.matrix_view import MatrixView
 
 __all__ = ["is_row_or_column", "matrix_view"]
 
-_is_qkv = matcher("*qkv*", "*c_attn*", "in_proj_weight", "*query_key_value*")
+_is_qkv = matcher("*qkv*", "*c_attn*", "in_proj_weight", "*query_key_value*", "w_pack")
+# modules that compute keys and values of what other tokens attend to
+_is_kv = matcher("kv", "to_kv", "kv_proj", "wkv")
 _is_gate_up = matcher("gate_up_proj", "w13")
 _is_experts = matcher("*experts*")
 _is_shared = matcher("shared*")
-_is_weight = matcher("weight*")
+_is_weight = matcher("weight*", "combined_weight*")
 # The arguments of a rule that leaves a weight in one piece.
 _WHOLE = "split=1"
 # What the gate and up projections feed into; its shape tells along which dimension those two are fused.
@@ -183,7 +185,7 @@ def _is_fused_by_name(leaf: Leaf) -> bool:
 
 
 def _named_fusion(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
-    """The parts that the name implies: three of a QKV weight, two of a gate-and-up weight, one per recurrent gate."""
+    """The parts that the name implies: three of QKV, two of gate and up or of K and V, one per recurrent gate."""
     if len(leaf.shape) == 2 and _is_of_all_experts(leaf):
         reason = "2-D, and nothing says where experts lie in it: split=<how many>, with split_dim, if side by side"
         raise Refusal(reason, _WHOLE, "to='adamw'")
@@ -193,6 +195,8 @@ def _named_fusion(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
     if leaf.is_called(_is_gate_up):
         _check_is_weight(leaf, _is_gate_up, view.stored_matrix[-1 if transposed else -2], parts=2)
         return _gate_up(leaf, view, transposed)
+    if any(_is_kv(path[-2]) and _is_weight(path[-1]) for path in leaf.paths if len(path) > 1):
+        return _halves(view, transposed, "K and V")
     if _is_recurrent(leaf.paths[0][-1]):
         return _gates(leaf, view.stored_matrix[-2])
     return _Fusion()
@@ -229,8 +233,6 @@ def _num_gates(leaf: Leaf) -> int | None:
 
 def _check_is_weight(leaf: Leaf, is_fused: Callable[[str], object], outputs: int, *, parts: int) -> None:
     """Refuse what is not the weight: a fused module's name does not say whether a low-rank factor in it is fused."""
-    if leaf.is_in(CombinedLinear):
-        return
     for path in leaf.paths:
         module, own = path[-2] if len(path) > 1 else "", path[-1]
         # a tied weight need not be in a fused module by all of its names
@@ -270,14 +272,19 @@ def _qkv(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
 
 
 def _gate_up(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
-    """Two equal parts along the output dimension."""
+    """Two equal parts, where the dimension of the outputs is known."""
     if len(leaf.shape) > 2 and not transposed and _experts_transposed(leaf) is None:
         reason = "gate and up are fused, and no neighbouring down projection tells along which dimension"
         raise Refusal(reason, *_stacks(leaf))
+    return _halves(view, transposed, "gate and up")
+
+
+def _halves(view: MatrixView, transposed: bool, fused: str) -> _Fusion:
+    """Two equal parts along the output dimension; ``fused`` names them."""
     dim = -1 if transposed else -2
     size = view.stored_matrix[dim]
     if size % 2:
-        raise Refusal(f"the name says fused gate and up, but {size} is odd", _WHOLE)
+        raise Refusal(f"the name says fused {fused}, but {size} is odd", _WHOLE)
     return _Fusion((size // 2,) * 2, dim)
 
 
