@@ -244,6 +244,15 @@ def test_hooks_see_a_loaded_state_as_it_stays():
     assert found == [torch.float32]
 
 
+def test_flat_states_are_told_from_others():
+    """As torch's get_optimizer_state_dict gives them with ``flatten_optimizer_state_dict=True``."""
+    optimizer = stepped(CLASSES["AdamW"], nn.Parameter(torch.ones(3)))
+    flat = {"state.w.step": torch.tensor(1.0), "param_groups.w.lr": 0.1}
+    for load in (optimizer.load_full_state_dict, optimizer.load_state_dict):
+        with pytest.raises(ValueError, match=r"lacks 'state' and 'param_groups', and has state\.w\.step, "):
+            load(flat)
+
+
 @pytest.mark.parametrize("name", ["AdamW", "adamw"])
 def test_adams_groups_are_no_adamws(name):
     """They say so by an option, whose decay is part of the gradient; torch's AdamW puts it right in a load."""

@@ -146,12 +146,17 @@ def adapted(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> dict[str, A
     """A copy of ``state_dict`` with complete groups, and numbers for 8-bit codes of ``optim_kernels.TritonAdamW``.
 
     Raises:
-        ValueError: for an empty ``state_dict``, and for groups that cannot be taken over.
+        ValueError: for an empty or flat ``state_dict``, and for groups that cannot be taken over.
     """
     if not state_dict:
         raise ValueError(
             "the state is empty: full_state_dict() gives it to the first rank alone; broadcast it, for every rank "
             "passes the same to load_full_state_dict()"
+        )
+    if missing := [repr(key) for key in ("state", "param_groups") if key not in state_dict]:
+        raise ValueError(
+            f"the state to load lacks {' and '.join(missing)}, and has {', '.join(map(str, [*state_dict][:3]))}; a "
+            "flat one of torch's get_optimizer_state_dict can be had without flatten_optimizer_state_dict=True"
         )
     adapted = {**_with_complete_groups(optimizer, state_dict)}
     make_codes_numbers(adapted)
