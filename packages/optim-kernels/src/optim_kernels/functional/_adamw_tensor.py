@@ -41,8 +41,8 @@ class PlannedParameter:
     """One parameter of an AdamW plan, as a launch knows it that has its gradients to look at."""
 
     place: int  # in the lists that the plan was given
-    param: Tensor
     name: str | None  # for errors
+    param: Tensor
 
     def called(self, kind: str) -> str:
         """How errors call a tensor of a kind."""
@@ -80,11 +80,9 @@ class PlannedParameter:
 
 
 @dataclass(eq=False, slots=True)
-class PlannedTensor:
+class PlannedTensor(PlannedParameter):
     """One parameter with its state, as the kernel sees it."""
 
-    place: int
-    param: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
     max_exp_avg_sq: Tensor | None
@@ -96,16 +94,11 @@ class PlannedTensor:
     start: int
     stochastic_rounding: bool
     seed: int
-    name: str | None = None
 
     @property
     def parameter(self) -> PlannedParameter:
         """What a launch keeps of it: no state, whose memory others may want to have back."""
-        return PlannedParameter(self.place, self.param, self.name)
-
-    def called(self, kind: str) -> str:
-        """How errors call a tensor of a kind."""
-        return called(kind, self.place, self.name)
+        return PlannedParameter(self.place, self.name, self.param)
 
     def states(self) -> Iterable[tuple[str, Tensor | None]]:
         """The state tensors, each with its kind."""
@@ -158,7 +151,7 @@ class PlannedTensor:
                 raise ValueError(
                     f"{kind} of {name} must be one float32 element on {p.device}, is {description(scalar)}"
                 )
-        self.parameter.check_grad(grad)
+        self.check_grad(grad)
 
     def _check_moment(self, kind: str, moment: Tensor, fmt: LowBitFormat) -> None:
         if isinstance(moment, LowBitTensor):

@@ -118,7 +118,7 @@ class AdamWPlan:
         same = numbers == self._numbers and are_same(tensors, self._tensors)
         if same and self._addresses.are_those_of(self._stored) and self._fit(grads):
             return
-        rows = zip(*tensors, *numbers, none if names is None else names, strict=True)
+        rows = zip(none if names is None else names, *tensors, *numbers, strict=True)
         planned = [PlannedTensor(i, *row) for i, row in enumerate(rows)]
         by_signature: dict[Signature, list[PlannedTensor]] = {}
         for tensor, grad in zip(planned, grads.tensors, strict=True):
