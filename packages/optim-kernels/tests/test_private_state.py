@@ -17,6 +17,7 @@ from torch import Tensor
 from optim_kernels import TritonAdamW, TritonMuon, TritonMuonAdamW
 from optim_kernels._optimizers.private_state import KnownStates
 from optim_kernels.functional._adamw_tensor import with_memory
+from optim_utils.low_bit import INT8, quantize
 
 pytest.importorskip("triton")
 
@@ -247,21 +248,30 @@ def test_a_parameter_gives_its_memory_back(kind: Make) -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 @pytest.mark.parametrize("with_addresses", [True, False])
-def test_states_are_known_by_their_keys_and_kinds_and_perhaps_addresses(with_addresses: bool) -> None:
+@pytest.mark.parametrize("are_tensors", [True, False])
+def test_states_are_known_by_their_keys_and_kinds_and_perhaps_addresses(
+    are_tensors: bool, with_addresses: bool
+) -> None:
     moment = torch.eye(4, device=DEVICE)
-    state: dict[str, Any] = {"moment": moment, "note": 1}
+    state: dict[str, Any] = {"moment": moment} | ({} if are_tensors else {"note": 1})
     known = KnownStates([state], with_addresses=with_addresses)
     assert known.are_unchanged()
-    sparse = moment.to_sparse(), moment.to_sparse_csr()
-    for other in (moment.view(torch.int32), moment[:3], *sparse, moment.to(torch.device("meta")), None):
+    without_values = moment.to_sparse(), moment.to_sparse_csr(), moment.to(torch.device("meta")), None
+    for other in (moment.view(torch.int32), moment[:3], quantize(moment, INT8), *without_values):
         state["moment"] = other
         assert not known.are_unchanged(), other
     state["moment"] = moment.clone()
     assert known.are_unchanged() == (not with_addresses)
-    state["moment"], state["note"] = moment, 2
-    assert known.are_unchanged(), "no step reads it"
-    state["remark"] = state.pop("note")
+    state["moment"] = moment
+    if not are_tensors:
+        state["note"] = 2
+        assert known.are_unchanged(), "no step reads it"
+    key, value = state.popitem()
+    state["other"] = value
     assert not known.are_unchanged()
+    del state["other"]
+    state[key] = value
+    assert known.are_unchanged()
     state.clear()
     assert not known.are_unchanged()
 
