@@ -12,6 +12,7 @@ from random_tensors import DEVICE, give_gradients
 from torch import Tensor, nn
 
 from optim_kernels import TritonAdamW, TritonMuon, TritonMuonAdamW
+from optim_kernels import adamw as adamw_module
 from optim_kernels.functional import adamw_
 from optim_utils.low_bit import INT8, quantize
 
@@ -230,6 +231,52 @@ def test_a_state_may_have_other_entries(make: Any, impl: Any, kept: Callable[[Te
         optimizer.step()
         assert not any(map(torch.equal, params, before))
         assert all(optimizer.state[p]["other"] is entry for p in params)
+
+
+@MAKERS
+def test_a_parameter_of_a_class_that_has_become_another_shape(make: Any) -> None:
+    """Such classes may wrap others, so that their own shapes say nothing."""
+    kinds = nn.Parameter, type("Own", (nn.Parameter,), {})
+    params = [kind(torch.randn(4, 6, device=DEVICE)) for kind in kinds]
+    optimizer = make(params, "torch")
+    for _ in range(3):
+        give_gradients(*params)
+        optimizer.step()
+    params[1].data = torch.randn(8, 6, device=DEVICE)
+    assert_refused(optimizer, params, r"last cannot be updated: its gradient is of shape \(4, 6\)")
+
+
+@IMPLS
+def test_codes_of_another_shape(impl: Any) -> None:
+    """Codes and scales are alike, so the shape alone tells."""
+    params = [nn.Parameter(torch.randn(64, 64, device=DEVICE)) for _ in range(2)]
+    optimizer = TritonAdamW(list(zip(("first", "last"), params)), impl=impl, state_dtype="int8")
+    for _ in range(3):
+        give_gradients(*params)
+        optimizer.step()
+    state = optimizer.state[params[1]]
+    state["exp_avg"] = quantize(torch.randn(32, 128, device=DEVICE), state["exp_avg"].fmt)
+    assert_refused(optimizer, params, r"last cannot be updated: its exp_avg is of shape \(32, 128\)")
+
+
+def test_plain_torch_asks_only_where_something_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step reads anew may lie elsewhere."""
+    params, optimizer = stepped(adamw, "torch")
+    state, asked = optimizer.state[params[1]], []
+    monkeypatch.setattr(adamw_module, "why_unfit_state", lambda param, *_: asked.append(param))
+
+    def num_asked() -> int:
+        asked.clear()
+        give_gradients(*params)
+        optimizer.step()
+        return len(asked)
+
+    assert num_asked() == 0
+    state["exp_avg"] = state["exp_avg"].clone()
+    assert num_asked() == 0
+    state["exp_avg"] = state["exp_avg"].double()
+    assert num_asked() > 0
+    assert num_asked() == 0
 
 
 @MAKERS

@@ -37,9 +37,6 @@ class TorchParts:
         self._states = [states[param] for param in self._params]
         # a step reads their tensors anew, so it does not matter where they are; those of another kind it converts
         self.states = KnownStates(self._states, with_addresses=False)
-        # what wraps tensors is asked in every step whether it fits
-        held = {type(value) for state in self._states for value in state.values()}
-        self._has_wrappers = any(issubclass(each, Tensor) for each in held - _PLAIN_TYPES)
         self._known_given = KnownKinds(with_shapes=True)
         # the kinds of parameters and gradients that were last found to fit each other, and the states
         self._fitting: list[Any] | None = None
@@ -60,15 +57,15 @@ class TorchParts:
 
         Args:
             why_unfit: what is wrong with a parameter, its gradient and its state in a group; asked only if the first
-                two are of other shapes, strides, dtypes or devices than in the step before. States have not changed,
-                says `states`.
+                two are of other shapes, strides, dtypes or devices than in the step before; that states are not is for
+                `states` to say.
         """
         if not self._parts:
             return
         own = [grads[index] for index in self._indices]
         given: list[Any] = [*self._params, *own]
-        are_plain = _PLAIN_TYPES.issuperset(map(type, given)) and not self._has_wrappers
-        kinds = self._known_given.of(given) if are_plain else None
+        # what wraps tensors is asked about in every step, since its own shape need not be that of what is here
+        kinds = self._known_given.of(given) if _PLAIN_TYPES.issuperset(map(type, given)) else None
         if kinds is not None and kinds is self._fitting:
             return
         for group, param, grad, state in zip(self._groups, self._params, own, self._states):
