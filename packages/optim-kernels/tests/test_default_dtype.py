@@ -79,6 +79,7 @@ def test_norms(with_default: Callable[[Callable[[], Any]], Any]) -> None:
     x = random((20, 30), 0)
     norm = with_default(lambda: get_total_norm([x]))
     assert torch.equal(norm, get_total_norm([x]))
+    assert with_default(lambda: get_total_norm([])).dtype == torch.float32
 
 
 def test_counts_of_nanochats_checkpoints(with_default: Callable[[Callable[[], Any]], Any]) -> None:

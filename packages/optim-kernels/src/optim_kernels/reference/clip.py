@@ -27,7 +27,7 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     Unless p is 0 it is the norm of all elements as one vector.
     """
     if not tensors:
-        return torch.tensor(0.0)
+        return torch.zeros((), dtype=torch.float32)
     if norm_type == 2:
         norm = sum_of_squares(tensors).sqrt()
     else:
