@@ -74,7 +74,7 @@ def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = N
         if asked is None and found:
             least = planner.least_seconds(request, limits)
             if least >= best:
-                reason = f"takes at least {least * 1e6:.1f} µs, {best * 1e6:.1f} µs is possible"
+                reason = f"not tried, as it takes at least {least * 1e6:.1f} µs and {best * 1e6:.1f} µs is possible"
                 hopeless.append((name, least, reason))
                 continue
             if name == "collectives" and not request.budget:
