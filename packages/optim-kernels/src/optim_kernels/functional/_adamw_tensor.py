@@ -195,13 +195,11 @@ def addresses(moment: Tensor) -> tuple[int, int]:
 def with_memory(value: object) -> list[Tensor]:
     """The tensors that store a value of a state: for 8-bit codes both codes and scales; none if it has no address.
 
-    A user may keep anything beside what a step reads: numbers, sparse masks, other libraries' codes.
+    A user may keep anything beside what a step reads: numbers, sparse masks.
     """
     if isinstance(value, LowBitTensor):
         return [value.codes, value.scale]
-    if isinstance(value, Tensor) and value.layout is torch.strided and not is_wrapper(value):
-        return [value]
-    return []
+    return [value] if isinstance(value, Tensor) and value.layout is torch.strided else []
 
 
 def stored_dtype(moment: Tensor) -> torch.dtype:
