@@ -246,6 +246,23 @@ def test_states_in_codes_may_change_their_memory(exchange: bool) -> None:
         assert torch.equal(dequantized(old), dequantized(before))
 
 
+def test_scales_of_codes_may_get_other_memory() -> None:
+    """Alone: the codes stay where they are."""
+    params = make_params(((64, 64),))
+    twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    optimizers = [TritonAdamW(each, lr=0.1, impl="triton", state_dtype="int8") for each in (params, twins)]
+    for _ in range(4):
+        for p, twin in zip(params, twins):
+            p.grad = torch.randn_like(p)
+            twin.grad = p.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert all(map(torch.equal, params, twins))
+        moved, scaled = (optimizer.state[p]["exp_avg"] for optimizer, (p,) in zip(optimizers, (params, twins)))
+        moved.scale.data = moved.scale * 4
+        scaled.scale.mul_(4)
+
+
 @pytest.mark.parametrize("exchange", [False, True], ids=["moved", "exchanged"])
 def test_what_is_here_of_a_state_may_become_another_tensor(exchange: bool) -> None:
     run_ranks(_states_of_dtensors, 1, exchange, backend="gloo")
