@@ -422,6 +422,21 @@ def test_a_parameter_may_be_transposed_where_it_is(impl: str) -> None:
 
 
 @IMPLS
+def test_a_parameter_may_be_transposed_with_its_momentum(impl: str) -> None:
+    """Addresses and shapes stay, and rows become columns."""
+    start = parameter(8, 8).detach()
+    changed, moved = (muon([nn.Parameter(start.clone())], impl, row_equilibrate=True) for _ in range(2))
+    steps(changed, moved, count=3)
+    for optimizer in (changed, moved):
+        ((p, state),) = optimizer.state.items()
+        p.grad = None
+        for tensor in (p, state["momentum_buffer"]):
+            tensor.data = tensor.data.t() if optimizer is changed else tensor.data.t().contiguous()
+    steps(changed, moved)
+    assert_alike(changed, moved)
+
+
+@IMPLS
 def test_a_parameter_may_be_cut_where_it_is(impl: str) -> None:
     """What lay behind it had been written, and memory behind the gradient read."""
     changed, moved = twins(impl, 8, 6)

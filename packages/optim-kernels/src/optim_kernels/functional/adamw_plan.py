@@ -149,7 +149,7 @@ class AdamWPlan:
 
     def is_for(self, params: Sequence[Tensor]) -> bool:
         """Whether the plan was last prepared for these parameters."""
-        return bool(self._tensors) and are_same([params], self._tensors[:1])
+        return are_same([params], self._tensors[:1])
 
     @property
     def num_launches(self) -> int:
