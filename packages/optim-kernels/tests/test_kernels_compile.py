@@ -90,8 +90,10 @@ def compiled(*kind):
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        exchanges = "SHFL" in disassembled(Path(file.name))
-    return len(made.asm["cubin"]), made.metadata.shared, shuffled, bool(multiplies), exchanges
+        text = disassembled(Path(file.name))
+    first_load = re.search("LDG[.0-9A-Z]*", text)
+    wide_first = first_load is not None and first_load[0].endswith(".128")
+    return len(made.asm["cubin"]), made.metadata.shared, shuffled, bool(multiplies), "SHFL" in text, wide_first
 
 def of_ones(module, name, constants, types, options):
     kernel, spills = kernel_of(module, name), {}
@@ -150,6 +152,8 @@ def adamw(
     constants = {"CHUNK": chunk, "TILE": tile, "TAIL_TILE": 256, "F": default | dtypes | stored}
     # alone in a step, or the first of several launches
     kernel, overlap = ("adamw_kernel_of_one", 1) if alone else ("adamw_kernel", 2)
+    if alone:
+        constants["ELEMENTS_FIRST"] = not has_codes and "master" not in stored
     options = {"num_warps": warps, "maxnreg": 72} | OVERLAPPING
     return kind(f"adamw_kernels.{kernel}", constants | {"OVERLAP": overlap}, **options)
 
@@ -424,7 +428,7 @@ KINDS = ADAMW | CLIP | NORMALIZE | INT8 | SLICES | MOMENTUM | UPDATE | ELEMENTS 
 
 # bytes of code and of shared memory, layouts that are shuffled, whether tensor cores multiply, whether a warp's threads
 # exchange numbers
-Compiled = tuple[int, int, list[str], bool, bool]
+Compiled = tuple[int, int, list[str], bool, bool, bool]
 
 
 @pytest.fixture(scope="module")
@@ -443,12 +447,14 @@ def compiled_for(target: int, kinds: dict[str, Kind], find: str = "compiled") ->
 def test_the_kernels_compile_for_hopper(name: str, compiled: dict[str, Compiled | str]) -> None:
     found = compiled[name]
     assert not isinstance(found, str), found[-3000:]
-    code, shared, shuffled, on_tensor_cores, exchanges = found
+    code, shared, shuffled, on_tensor_cores, exchanges, wide_first = found
     assert code > 1000
     assert shared <= 232_448  # bytes that a program on Hopper may have
     assert on_tensor_cores == name.startswith(("general, ", "symmetric", "joined", "last, "))
     # or a warp's threads would wait for their step's counter at once, which one of them asks for later (`step_counts`)
     assert not (exchanges and name in ADAMW and not shuffled)
+    if name in ADAMW:
+        assert wide_first == KINDS[name][2].get("ELEMENTS_FIRST", False)
     # a warp has the scales of its own blocks where each thread has one, in their order
     assert bool(shuffled) == ("uint8" in json.dumps(KINDS[name]))
     warps = KINDS[name][-1].get("num_warps")

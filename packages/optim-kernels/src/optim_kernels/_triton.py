@@ -98,6 +98,13 @@ def let_next_start(OVERLAP: tl.constexpr):
 
 
 @triton.jit
+def no_load_across():
+    """Have ptxas, which orders loads as it likes, issue those above before those below; this is no instruction."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise("bar.warp.sync 0xFFFFFFFF; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def fetch(address, size):
     """Prefetch ``size`` bytes (int32, a multiple of 16) at ``address`` (int64, a multiple of 16) to L2; does not wait.
 

@@ -169,6 +169,7 @@ def adamw_kernel(
         TAIL_TILE,
         F,
         False,
+        False,
     )
     before_next(OVERLAP)
 
@@ -230,6 +231,7 @@ def adamw_kernel_of_one(
     TILE: tl.constexpr,
     TAIL_TILE: tl.constexpr,
     F: tl.constexpr,
+    ELEMENTS_FIRST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """As ``adamw_kernel`` for one tensor: elements can be loaded at once, without tables.
@@ -276,6 +278,7 @@ def adamw_kernel_of_one(
         TAIL_TILE,
         F,
         True,
+        ELEMENTS_FIRST,
     )
     before_next(OVERLAP)
 

@@ -17,7 +17,7 @@ from optim_kernels._kernels.adamw_tiles import (
 )
 from optim_kernels._kernels.adamw_update import adamw, leave_memo, read_group, scalars_of_step
 from optim_kernels._kernels.step_counts import advance, arrive, arrive_above
-from optim_kernels._triton import div_rn, tl, triton
+from optim_kernels._triton import div_rn, no_load_across, tl, triton
 from optim_kernels.reference.storage import NO_MASTER
 
 _NO_MASTER = tl.constexpr(NO_MASTER)
@@ -45,6 +45,7 @@ def update_chunk(
     TAIL_TILE: tl.constexpr,
     F: tl.constexpr,
     MEMO: tl.constexpr,
+    ELEMENTS_FIRST: tl.constexpr,
 ):
     """Update the elements from ``first`` up to ``end``, unless told to skip them.
 
@@ -55,6 +56,7 @@ def update_chunk(
         flags: pointers to ``found_inf`` and to the tensor's presence.
         factors: pointers to the clip factor and to the gradient scale.
         row, rates: as for ``read_group``.
+        ELEMENTS_FIRST: whether a full chunk's elements are asked for before scalars, which L1 then returns after them.
         counter, above: where the program arrives (``step_counts``), and where its group does, if there are groups: with
             ``MEMO`` and a CHUNK of 0. The last program stores the next step count.
     """
@@ -63,6 +65,8 @@ def update_chunk(
     if is_full:
         offset = first
         tile = read_tile(places, offset, True, TILE, F, False)
+        if ELEMENTS_FIRST:
+            no_load_across()
         keep, t, random, scalars, arrived = _start(
             step_pointer, flags, factors, row, rates, stream, memo, counter, F, MEMO, MEMO or CHUNK == TILE
         )

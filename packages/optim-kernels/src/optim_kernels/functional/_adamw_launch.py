@@ -184,10 +184,13 @@ class AdamWLaunch:
             stochastic=kind.stochastic_rounding,
             num_slices=kind.num_slices,
         )
+        constants: tuple[Any, ...] = tuned.chunk, tuned.tile, tuned.tail_tile, stored
+        if self._is_of_one:
+            constants += (tuned.elements_first,)
         return Launch.overlapping(
             kernels.adamw_kernel_of_one if self._is_of_one else kernels.adamw_kernel,
             self._division[0],
-            (tuned.chunk, tuned.tile, tuned.tail_tile, stored),
+            constants,
             self._device,
             overlap=ALONE if self._total == 1 else LATER if self._order else FIRST,
             num_warps=tuned.num_warps,

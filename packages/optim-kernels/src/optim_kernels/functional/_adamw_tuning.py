@@ -15,7 +15,8 @@ from optim_kernels.multi_tensor import ChunkSize
 class Tuning(NamedTuple):
     """Elements of a chunk, elements that a program has in registers at a time, its warps, and registers of a thread.
 
-    A chunk of 0 elements stands for chunks of several sizes.
+    A chunk of 0 elements stands for chunks of several sizes. A lone tensor's programs may ask for elements first, then
+    for what the whole step needs.
     """
 
     chunk: int
@@ -23,6 +24,7 @@ class Tuning(NamedTuple):
     tail_tile: int
     num_warps: int
     max_registers: int | None = None
+    elements_first: bool = False
 
 
 class OneWarp(NamedTuple):
@@ -36,6 +38,8 @@ class OneWarp(NamedTuple):
 # with codes: in a list; of a lone tensor the first that it is not too long for, else it is cut as a list is
 IN_LISTS = OneWarp(72, 28, 24)
 OF_ONE = OneWarp(96, 20, 4), OneWarp(80, 24, 14)
+# elements of a lone tensor without codes, from which on memory is what it waits for, no longer the step's scalars
+MEMORY_BOUND = 1 << 20
 
 
 def tuning(kind: Signature, numels: Sequence[int], num_multiprocessors: int) -> Tuning:
@@ -54,7 +58,7 @@ def tuning(kind: Signature, numels: Sequence[int], num_multiprocessors: int) -> 
     if kind.stochastic_rounding:
         return Tuning(4096, 1024, 128, 4, registers)
     if len(numels) == 1:
-        return Tuning(1024, 1024, 128, 4)
+        return Tuning(1024, 1024, 128, 4, elements_first=numels[0] >= MEMORY_BOUND and kind.master is None)
     if registers is not None:
         # four tiles a program, where there are so many programs that the uneven end of the last ones is small
         is_long = sum(numels) > num_multiprocessors << 21
