@@ -519,6 +519,22 @@ def test_a_group_that_is_no_dict_or_lists_nothing_is_refused(optimizer_class):
         optimizer_class([{**listed, "params": None}])
 
 
+def test_a_group_takes_no_options_from_defaults_that_lack_them():
+    """A program may replace ``defaults``, as nanochat's and Keller Jordan's optimizers have none for its schedules."""
+    for optimizer_class, lost in ((TritonDistAdamW, "betas"), (TritonDistMuon, "beta2")):
+        optimizer = optimizer_class([nn.Parameter(torch.ones(4, 4))], maximize=True)
+        optimizer.defaults = {"lr": 0.1}
+        with pytest.raises(KeyError, match=rf"the group has no '{lost}', .*defaults.* give the group all its options"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4, 4))]})
+        assert len(optimizer.param_groups) == 1
+    optimizer = TritonDistMuonAdamW([{"kind": "muon", "params": [nn.Parameter(torch.ones(4, 4))]}], maximize=True)
+    optimizer.defaults = {"lr": 0.1}
+    for again in (optimizer, copy.deepcopy(optimizer)):
+        for kind in ("muon", "adamw"):
+            again.add_param_group({"kind": kind, "params": [nn.Parameter(torch.ones(4, 4))]})
+            assert again.param_groups[-1]["maximize"] is True
+
+
 @pytest.mark.parametrize(
     "given", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), [None]], ids=["model", "list", "none"]
 )

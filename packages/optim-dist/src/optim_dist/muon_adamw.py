@@ -29,6 +29,8 @@ class TritonDistMuonAdamW(DistOptimizer):
     _routes: ClassVar[Mapping[RouteName, Route]] = {"muon": MuonRoute(), "adamw": AdamWRoute()}
     _group_options: ClassVar[Set[str]] = {*muon_defaults("torch"), "betas", "amsgrad", "state_dtype"}
 
+    _maximize: bool = False  # the constructor's argument
+
     def __init__(
         self,
         param_groups: Iterable[dict[str, Any]],
@@ -37,14 +39,16 @@ class TritonDistMuonAdamW(DistOptimizer):
         maximize: bool = False,
         **options: Unpack[CommonOptions],
     ) -> None:
-        self._variant = variant or CURRENT_VARIANT
+        self._variant, self._maximize = variant or CURRENT_VARIANT, maximize
         super().__init__(param_groups, {"maximize": maximize}, options)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_variant": self._variant}
+        return {**super().__getstate__(), "_variant": self._variant, "_maximize": self._maximize}
 
     def _completed(self, group: dict[str, Any]) -> dict[str, Any]:
-        group = completed_group(group, variant=self._variant, maximize=self.defaults["maximize"])
+        # programs put other ``defaults`` in place of these, as nanochat's optimizers have none
+        maximize = self.defaults.get("maximize", self._maximize)
+        group = completed_group(group, variant=self._variant, maximize=maximize)
         return {"amsgrad": False, **group} if group["kind"] == "adamw" else group
 
     def _check_group(self, group: dict[str, Any], *, stepped: bool = False) -> None:

@@ -246,9 +246,15 @@ class PlannedOptimizer(LiveOptimizer):
         """Check and append a group, which is in no plan yet."""
         if not isinstance(group, dict):
             raise TypeError(f"a group must be a dict with 'params', got a {type(group).__name__}")
-        super().add_param_group(self._completed(construction.without_duplicates([group])[0]))
-        self._check_group(self.param_groups[-1])
-        self._views(self.param_groups[-1])
+        try:
+            super().add_param_group(self._completed(construction.without_duplicates([group])[0]))
+            self._check_group(self.param_groups[-1])
+            self._views(self.param_groups[-1])
+        except KeyError as error:
+            raise KeyError(
+                f"the group has no {error}, nor have the optimizer's defaults, which somebody has replaced; give the "
+                "group all its options, or add to the defaults instead of replacing them"
+            ) from None
 
     @out_of_inference_mode
     def close(self) -> None:
