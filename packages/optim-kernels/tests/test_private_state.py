@@ -18,6 +18,7 @@ from optim_kernels import TritonAdamW, TritonMuon, TritonMuonAdamW
 from optim_kernels._optimizers.private_state import KnownStates
 from optim_kernels.functional._adamw_tensor import with_memory
 from optim_utils.low_bit import INT8, quantize
+from optim_utils.testing import run_ranks
 
 pytest.importorskip("triton")
 
@@ -244,6 +245,33 @@ def test_a_parameter_gives_its_memory_back(kind: Make) -> None:
     for param in params_of(optimizer):
         param.data = param.data.clone()
     assert not [reference for reference in memory if reference() is not None]
+
+
+def test_what_is_here_of_a_parameter_gives_its_memory_back() -> None:
+    """As ``model.to(device)`` exchanges DTensors."""
+    run_ranks(_shards_move, 1, backend="gloo")
+
+
+def _shards_move(rank: int, world_size: int) -> None:
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    mesh = init_device_mesh(DEVICE, (world_size,))
+    whole, spread = torch.nn.Linear(5, 6, device=DEVICE), torch.nn.Linear(5, 6, device="meta")
+    for name, param in whole.named_parameters():
+        shards = DTensor.from_local(param.detach().clone(), mesh, [Shard(0)])
+        setattr(spread, name, torch.nn.Parameter(shards))
+    optimizers = [TritonAdamW(model.parameters(), lr=0.1, impl="triton") for model in (whole, spread)]
+    for _ in range(3):
+        for p, shards in zip(whole.parameters(), spread.parameters(), strict=True):
+            p.grad = torch.randn_like(p)
+            shards.grad = DTensor.from_local(p.grad, mesh, [Shard(0)])
+        for optimizer in optimizers:
+            optimizer.step()
+        memory = [weakref.ref(p.to_local().untyped_storage()) for p in spread.parameters()]
+        spread._apply(torch.clone)
+        assert not [reference for reference in memory if reference() is not None]
+    for p, shards in zip(whole.parameters(), spread.parameters(), strict=True):
+        assert torch.equal(shards.to_local(), p)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")

@@ -29,7 +29,8 @@ from optim_kernels._optimizers.storage import (
     missing_master,
     new_count,
 )
-from optim_kernels.functional._adamw_tensor import same_layout, stored_dtype
+from optim_kernels.functional._adamw_tensor import stored_dtype
+from optim_kernels.functional._lists import Layout
 from optim_utils.low_bit import LowBitTensor, from_plain, quantize, to_plain
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -173,7 +174,7 @@ def laid_out(param: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
         and not (isinstance(value, LowBitTensor) or is_dtensor(value))
         and value.shape == param.shape
         and value.device == param.device
-        and not same_layout(value, param)
+        and not Layout.of(param).is_that_of(value)
     }
 
 

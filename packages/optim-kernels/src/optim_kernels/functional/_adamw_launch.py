@@ -20,7 +20,7 @@ from torch import Tensor
 from optim_kernels._dtensors import is_wrapper
 from optim_kernels._options import are_numbers, check_scalars, check_switches, check_values
 from optim_kernels.functional._adamw_scalars import MOST_RATES, hyperparameter_rows, without_rates, write_betas
-from optim_kernels.functional._adamw_tensor import PlannedTensor, addresses, num_slices
+from optim_kernels.functional._adamw_tensor import PlannedTensor, addresses
 from optim_kernels.functional._adamw_tuning import Tuning, code_chunks, division_of_one, tuning, tuning_of_one
 from optim_kernels.functional._device_scalars import as_scalar, on_device, readable
 from optim_kernels.functional._lists import description
@@ -49,7 +49,7 @@ class AdamWLaunch:
         self.places = [member.place for member in members]
         # gradients that had to be brought into their parameter's layout, kept while the launch may read them
         self.copies: list[Tensor] = []
-        # of their states no more than addresses is kept
+        # of their tensors no more than addresses is kept
         self._members = [member.parameter for member in members]
         self._signature = members[0].signature(grads[members[0].place])
         self._device = members[0].param.device
@@ -116,13 +116,13 @@ class AdamWLaunch:
         self.copies = []
         for i, (member, grad) in enumerate(zip(self._members, own)):
             member.check_grad(grad)
-            if (grad.dtype, num_slices(grad, member.param)) != (self._signature.grad, self._signature.num_slices):
+            if (grad.dtype, member.num_slices(grad)) != (self._signature.grad, self._signature.num_slices):
                 raise ValueError(f"{member.called('grads')} became {description(grad)}; the plan is for another dtype")
             if is_wrapper(grad) or grad.is_neg() or not member.has_layout_of(grad):
                 own[i] = member.in_own_layout(grad)
                 self.copies.append(own[i])
         self._slice_strides = [
-            grad.stride(0) if grad.dim() > member.param.dim() else 0 for member, grad in zip(self._members, own)
+            grad.stride(0) if member.is_sliced(grad) else 0 for member, grad in zip(self._members, own)
         ]
         self._own_aligned = [
             aligned and is_aligned(stride * grad.element_size())
@@ -135,7 +135,7 @@ class AdamWLaunch:
         from optim_kernels.adamw_kernels import GROUPED_SIZE, MEMOS_SIZE
 
         self._aligned = []
-        numels = [member.param.numel() for member in self._members]
+        numels = [row.numel for row in self._bare_rows]
         on_gpu = self._device.type == "cuda"
         num_multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 1
         tuned = tuning(self._signature, numels, num_multiprocessors)
@@ -238,7 +238,7 @@ class AdamWLaunch:
                 own = each._asdict()
                 check_switches(maximize=own.pop("maximize"))
                 check_scalars(**own)
-                check_values([self._members[0].param], **own)
+                check_values([self._one], **own)
         if not numbers or scalars != self._scalars:
             self._set_scalars(scalars, numbers)
         if not self._is_uploaded:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from optim_kernels._dtensors import is_dtensor, is_wrapper
 from optim_kernels._impl import KERNEL_DTYPES
-from optim_kernels.functional._lists import called, description
+from optim_kernels.functional._lists import Layout, called, description
 from optim_kernels.multi_tensor import is_dense
 from optim_utils.low_bit import CUBIC8, QUINTIC8_UNSIGNED, LowBitFormat, LowBitTensor
 
@@ -38,11 +38,11 @@ class Signature(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class PlannedParameter:
-    """One parameter of an AdamW plan, as a launch knows it that has its gradients to look at."""
+    """One parameter of an AdamW plan, as a launch knows it that has its gradients to look at: without its memory."""
 
     place: int  # in the lists that the plan was given
     name: str | None  # for errors
-    param: Tensor
+    layout: Layout
 
     def called(self, kind: str) -> str:
         """How errors call a tensor of a kind."""
@@ -50,32 +50,40 @@ class PlannedParameter:
 
     def check_grad(self, grad: Tensor) -> None:
         """Raise ``ValueError`` unless ``grad`` is a gradient of this parameter that the kernels can read."""
-        p = self.param
+        p = self.layout
         if grad.dtype not in KERNEL_DTYPES:
             raise ValueError(f"{self.called('grads')} is {grad.dtype}; the kernels take {_names(KERNEL_DTYPES)}")
-        sliced = grad.dim() == p.dim() + 1
+        sliced = grad.dim() == len(p.shape) + 1
         if (
             (grad.shape[1:] if sliced else grad.shape) != p.shape
             or grad.device != p.device
             or (sliced and not len(grad))
         ):
             raise ValueError(
-                f"{self.called('grads')} must be like {self.called('params')}, {description(p)}, or a stack of such, "
+                f"{self.called('grads')} must be like {self.called('params')}, {p}, or a stack of such, "
                 f"but is {description(grad)}"
             )
         if is_dtensor(grad) or not is_wrapper(grad):
             _check_memory(self.called("grads"), grad)
 
+    def is_sliced(self, grad: Tensor) -> bool:
+        """Whether ``grad`` has slices to sum up: a dimension more than the parameter."""
+        return grad.dim() > len(self.layout.shape)
+
+    def num_slices(self, grad: Tensor) -> int:
+        """How many slices of ``grad`` are summed up."""
+        return len(grad) if self.is_sliced(grad) else 1
+
     def has_layout_of(self, grad: Tensor) -> bool:
         """Whether ``grad``, or each slice of it, lies in memory as the parameter does."""
-        return same_layout(grad[0] if grad.dim() > self.param.dim() else grad, self.param)
+        return self.layout.is_that_of(grad[0] if self.is_sliced(grad) else grad)
 
     def in_own_layout(self, grad: Tensor) -> Tensor:
         """A copy of ``grad`` that lies in memory as the parameter does."""
-        p, sliced = self.param, grad.dim() > self.param.dim()
+        p, sliced = self.layout, self.is_sliced(grad)
         pieces = grad if sliced else grad[None]
         flat = torch.empty(pieces.numel(), dtype=grad.dtype, device=grad.device)
-        copy = flat.as_strided(pieces.shape, (p.numel(), *p.stride())).copy_(pieces)
+        copy = flat.as_strided(pieces.shape, (p.shape.numel(), *p.strides)).copy_(pieces)
         return copy if sliced else copy[0]
 
 
@@ -83,6 +91,7 @@ class PlannedParameter:
 class PlannedTensor(PlannedParameter):
     """One parameter with its state, as the kernel sees it."""
 
+    param: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
     max_exp_avg_sq: Tensor | None
@@ -97,8 +106,8 @@ class PlannedTensor(PlannedParameter):
 
     @property
     def parameter(self) -> PlannedParameter:
-        """What a launch keeps of it: no state, whose memory others may want to have back."""
-        return PlannedParameter(self.place, self.name, self.param)
+        """What a launch keeps of it: no tensor, whose memory others may want to have back."""
+        return PlannedParameter(self.place, self.name, self.layout)
 
     def states(self) -> Iterable[tuple[str, Tensor | None]]:
         """The state tensors, each with its kind."""
@@ -123,10 +132,8 @@ class PlannedTensor(PlannedParameter):
                 continue
             _check_memory(self.called(kind), state)
             _check_sign(self.called(kind), state)
-            if state.shape != p.shape or state.device != p.device or not same_layout(state, p):
-                raise ValueError(
-                    f"{self.called(kind)} must be like {name}, {description(p)}, but is {description(state)}"
-                )
+            if state.shape != p.shape or state.device != p.device or not self.layout.is_that_of(state):
+                raise ValueError(f"{self.called(kind)} must be like {name}, {self.layout}, but is {description(state)}")
         self._check_moment("exp_avgs", self.exp_avg, CUBIC8)
         self._check_moment("exp_avg_sqs", self.exp_avg_sq, QUINTIC8_UNSIGNED)
         if self.max_exp_avg_sq is not None:
@@ -175,14 +182,9 @@ class PlannedTensor(PlannedParameter):
             stored_dtype(self.exp_avg_sq),
             self.max_exp_avg_sq is not None,
             None if self.master is None else self.master.dtype,
-            num_slices(grad, self.param),
+            self.num_slices(grad),
             self.stochastic_rounding,
         )
-
-
-def num_slices(grad: Tensor, param: Tensor) -> int:
-    """How many slices of a gradient are summed: 1, unless it has a dimension more than its parameter."""
-    return len(grad) if grad.dim() > param.dim() else 1
 
 
 def addresses(moment: Tensor) -> tuple[int, int]:
@@ -237,11 +239,6 @@ def _check_sign(name: str, tensor: Tensor) -> None:
     """Raise ``ValueError`` for a lazily negated tensor, which would have to be written negated."""
     if tensor.is_neg():
         raise ValueError(f"{name}, {description(tensor)}, is negated lazily; give its resolve_neg()")
-
-
-def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape visit memory in the same order; strides of single elements do not matter."""
-    return a.stride() == b.stride() or all(s == t for s, t, n in zip(a.stride(), b.stride(), a.shape) if n != 1)
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:

@@ -5,13 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from numbers import Integral
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import has_dtensors, is_dtensor, replicates_implicitly
 from optim_kernels.multi_tensor import has_overlaps, sharing_memory
+
+
+class Layout(NamedTuple):
+    """What a tensor is and how it lies in memory, to compare others with it without keeping that memory."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        """The layout of a tensor."""
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+
+    def is_that_of(self, tensor: Tensor) -> bool:
+        """Whether a tensor of this shape visits memory in this order; strides of single elements do not matter."""
+        strides = tensor.stride()
+        return strides == self.strides or all(s == t for s, t, n in zip(strides, self.strides, self.shape) if n != 1)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {tuple(self.shape)} and strides {self.strides} on {self.device}"
 
 
 def check_lengths(count: int, of: str, **lists: Sequence[Any] | None) -> None:
@@ -195,4 +217,4 @@ def are_same(lists: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) ->
 
 
 def description(tensor: Tensor) -> str:
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}"
+    return str(Layout.of(tensor))

@@ -15,7 +15,7 @@ from torch import Tensor
 from optim_kernels._impl import Impl, use_triton
 from optim_kernels.functional._adamw_launch import AdamWLaunch
 from optim_kernels.functional._adamw_tensor import PlannedTensor, Signature, check_shared_steps, with_memory
-from optim_kernels.functional._lists import are_same, check_apart
+from optim_kernels.functional._lists import Layout, are_same, check_apart
 from optim_kernels.multi_tensor import KnownAddresses, KnownKinds, TensorList
 from optim_kernels.reference.adamw import AdamWScalars
 from optim_utils.compiling import not_compiled
@@ -118,7 +118,7 @@ class AdamWPlan:
         same = numbers == self._numbers and are_same(tensors, self._tensors)
         if same and self._addresses.are_those_of(self._stored) and self._fit(grads):
             return
-        rows = zip(none if names is None else names, *tensors, *numbers, strict=True)
+        rows = zip(none if names is None else names, map(Layout.of, params), *tensors, *numbers, strict=True)
         planned = [PlannedTensor(i, *row) for i, row in enumerate(rows)]
         by_signature: dict[Signature, list[PlannedTensor]] = {}
         for tensor, grad in zip(planned, grads.tensors, strict=True):
