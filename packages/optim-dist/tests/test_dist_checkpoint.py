@@ -240,6 +240,29 @@ def test_latest_is_what_was_finished_last(checkpoints, tmp_path):
     assert checkpoint.latest(tmp_path) == tmp_path / "a"
 
 
+def test_what_a_killed_save_has_named_is_the_latest(tmp_path, monkeypatch):
+    """Else a run that goes on from the one before would come to a path that is taken, at every start again."""
+    net = torch.nn.Linear(2, 2)
+    optimizer = TritonDistAdamW(net.named_parameters())
+    checkpoint.save(tmp_path / "a", net, optimizer)
+    checkpoint.save(tmp_path / "others" / "x", net, optimizer)  # whose directory has a file latest, too
+
+    def kill(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "replace", kill)
+        checkpoint.save(tmp_path / "b", net, optimizer, {"step": 2})
+    assert (tmp_path / "latest").read_text() == "a"
+    assert checkpoint.latest(tmp_path) == tmp_path / "b"
+    assert checkpoint.load(tmp_path / "b", net, optimizer) == {"step": 2}
+    checkpoint.save(tmp_path / "c", net, optimizer)
+    assert checkpoint.latest(tmp_path) == tmp_path / "c"
+    # somebody goes back
+    (tmp_path / "latest").write_text("a")
+    assert checkpoint.latest(tmp_path) == tmp_path / "a"
+
+
 def test_what_a_disk_does_not_answer_is_no_missing_checkpoint(checkpoints, tmp_path, monkeypatch):
     """A run would begin anew."""
     shutil.copytree(checkpoints[0] / "from-1", tmp_path / "x")

@@ -201,17 +201,15 @@ def latest(directory: Path_) -> Path | None:
         OSError: if a disk does not answer: there may be a checkpoint all the same.
     """
     folder = Path(directory)
-    named = _if_there(lambda: folder / (folder / LATEST).read_text(errors="replace").strip())
-    if named is not None and _written_at(named) is not None:
-        return named
-    # the pointer is gone or names a checkpoint that was removed: the manifests' own times decide
-    others = _if_there(lambda: [other for other in folder.iterdir() if not other.name.startswith(".")]) or []
-    complete: dict[Path, int] = {}
-    for other in others:
-        with suppress(PermissionError):  # the folder is somebody else's
-            if (written := _written_at(other)) is not None:
-                complete[other] = written
-    return max(complete, key=lambda other: complete[other], default=None)
+    pointer = folder / LATEST
+    named = _if_there(lambda: folder / pointer.read_text(errors="replace").strip())
+    if named is None or _written_at(named / manifests.MANIFEST) is None:
+        # the pointer is gone or names a checkpoint that was removed: the manifests' own times decide
+        times = _times(folder, manifests.MANIFEST)
+    else:
+        # a save that was killed once its folder had its name has left the next pointer in there
+        times = {named: _written_at(pointer) or 0, **_times(folder, LATEST)}
+    return max(times, key=lambda other: times[other], default=None)
 
 
 def _checked(path: object, model: object, opt: object, what: str, verify: object = True) -> Path:
@@ -244,9 +242,21 @@ def _checked(path: object, model: object, opt: object, what: str, verify: object
     return folder
 
 
-def _written_at(folder: Path) -> int | None:
-    """When a checkpoint's manifest was written, in ns; None if there is none."""
-    return _if_there(lambda: (folder / manifests.MANIFEST).stat().st_mtime_ns)
+def _times(folder: Path, file: str) -> dict[Path, int]:
+    """When ``file`` was written in each complete checkpoint in ``folder`` that has it, in ns."""
+    others = _if_there(lambda: [other for other in folder.iterdir() if not other.name.startswith(".")]) or []
+    times: dict[Path, int] = {}
+    for other in others:
+        with suppress(PermissionError):  # the folder is somebody else's
+            is_complete = _written_at(other / manifests.MANIFEST) is not None
+            if is_complete and (written := _written_at(other / file)) is not None:
+                times[other] = written
+    return times
+
+
+def _written_at(file: Path) -> int | None:
+    """When a file was written, in ns; None if there is none."""
+    return _if_there(lambda: file.stat().st_mtime_ns)
 
 
 def _if_there(look: Callable[[], Found]) -> Found | None:
