@@ -314,6 +314,20 @@ def a_state_is_not_for_groups_that_were_exchanged(rank, world_size):
 
 
 @scenario(2)
+def a_group_comes_where_all_others_are_frozen(rank, world_size):
+    frozen = nn.Parameter(torch.ones(3, device=device_of(rank)), requires_grad=False)
+    optimizer = TritonDistAdamW([("frozen", frozen)])
+    optimizer.step()
+    assert optimizer.clip_grad_norm_(1.0) == 0
+    assert "collectives of buckets: none, no parameter is trained" in optimizer.explain()
+    more = nn.Parameter(torch.ones(3, device=device_of(rank)))
+    optimizer.add_param_group({"params": [("more", more)]})
+    more.grad = torch.full_like(more, rank + 1.0)
+    optimizer.step()
+    assert (more < 1).all() and (frozen == 1).all()
+
+
+@scenario(2)
 def a_group_comes_while_another_is_frozen(rank, world_size):
     net, twin = Net(device_of(rank)), Net(device_of(rank))
     optimizer = TritonDistAdamW(net.layers[:2].parameters(), reducer="exact")
