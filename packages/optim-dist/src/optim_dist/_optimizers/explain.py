@@ -165,8 +165,8 @@ def phases(plan: Plan, options: Options, communicator: Communicator) -> dict[str
     if plan.world_size == 1:
         return {"collectives": "none, there is one rank"}
     if not plan.buckets:
-        why = "there are only DTensors, whose gradients arrive reduced" if plan.parameters else "no parameter is trained"
-        return {"collectives of buckets": f"none, {why}"}
+        only = "there are only DTensors, whose gradients arrive reduced"
+        return {"collectives of buckets": f"none, {only if plan.parameters else 'no parameter is trained'}"}
     if not options.overlap:
         backward = "off: overlap=False"
     elif communicator.waits_on_host and options.reducer == "rs":
