@@ -191,6 +191,12 @@ def test_command_line_knows_the_models(model, count, elements, capsys):
     assert "muon" not in text
 
 
+def test_command_line_names_equal_loads_once(capsys):
+    main(["plan", "--model", "gpt2", "--world", "1000"])
+    work = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Newton–Schulz TFLOP by rank"))
+    assert work == "Newton–Schulz TFLOP by rank: 24 × 0.0294, 12 × 0.0226, 12 × 0.00906, 952 × 0; imbalance 27.083"
+
+
 @pytest.mark.parametrize(("wrong", "message"), [
     (["--world", "0"], "world_size must be a whole number of at least 1, got 0"),
     (["--world", "8", "--bucket-mb", "-1"], "bucket_mb must be positive and finite, got -1.0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from optim_dist._optimizers.multipliers import ATTRIBUTES
@@ -257,8 +258,9 @@ def plan_text(plan: Plan, data: dict[str, Any]) -> str:
         f"each rank sends {data['wire_bytes']:,} bytes a step; padding {data['padding']:.2%}"
     ]
     if any(data["newton_schulz_tflop"]):
-        per_rank = ", ".join(f"{load:.3g}" for load in data["newton_schulz_tflop"])
-        totals.append(f"Newton–Schulz TFLOP by rank: {per_rank}; imbalance {data['imbalance']:.3f}")
+        runs = [(load, len([*run])) for load, run in groupby(f"{load:.3g}" for load in data["newton_schulz_tflop"])]
+        by_rank = ", ".join(load if count == 1 else f"{count} × {load}" for load, count in runs)
+        totals.append(f"Newton–Schulz TFLOP by rank: {by_rank}; imbalance {data['imbalance']:.3f}")
     columns = ("bucket", "route", "dtype", "gradients", "on the wire", "bytes", "padding")
     return "\n".join([*_table(header, rows), "", *_table(columns, buckets), "", *totals])
 
