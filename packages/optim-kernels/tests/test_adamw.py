@@ -371,6 +371,9 @@ def test_wrong_inputs_are_refused_by_name() -> None:
         optimizer.add_param_group({"params": [q], "max_norm": 3.0})
     with pytest.raises(ValueError, match=r"as those of torch\.optim\.Adam"):
         TritonAdamW(torch.optim.Adam([p]).param_groups)
+    optimizer.defaults = {"lr": 0.1}  # a program has replaced them
+    with pytest.raises(KeyError, match="max_norm"):
+        optimizer.add_param_group({"params": [q]})
     assert len(optimizer.param_groups) == 1
 
 

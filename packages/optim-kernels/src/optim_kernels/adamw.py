@@ -161,7 +161,6 @@ class TritonAdamW(KnowsNorm, PrivateState, TorchAdamW):
         """Add a group, as in torch; any option of the constructor may be the group's own, except the clipping."""
         self.defaults.update(self.__dict__.pop("_new_defaults", {}))
         super().add_param_group(param_group)
-        self._forget()
         try:
             group = self.param_groups[-1]
             check_clipping(self, group)
@@ -169,6 +168,7 @@ class TritonAdamW(KnowsNorm, PrivateState, TorchAdamW):
         except Exception:
             self.param_groups.pop()
             raise
+        self._forget()
 
     def _check_paths(self, group: dict[str, Any], names: dict[Tensor, str]) -> None:
         """Raise where parameters cannot be stored, or updated, as the group asks for."""
