@@ -254,7 +254,7 @@ class PlannedOptimizer(LiveOptimizer):
             raise KeyError(
                 f"the group has no {error}, nor have the optimizer's defaults, which somebody has replaced; give the "
                 "group all its options, or add to the defaults instead of replacing them"
-            ) from None
+            ) from error
 
     @out_of_inference_mode
     def close(self) -> None:
