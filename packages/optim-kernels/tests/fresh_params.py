@@ -1,7 +1,8 @@
-"""Parameters for tests of `TritonAdamW`, whose gradients come at new addresses."""
+"""Parameters for tests of optimizers, whose gradients come at new addresses, and steps of twins."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,3 +22,13 @@ def renew_gradients(params: list[torch.nn.Parameter]) -> list[Tensor]:
     for p in params:
         p.grad = torch.randn_like(p)
     return old
+
+
+def step_twins(optimizers: Iterable[torch.optim.Optimizer], params: Sequence[Tensor], twins: Sequence[Tensor]) -> None:
+    """Step the optimizers of both lists, whose tensors have the same gradients, and have the same bits afterwards."""
+    for p, twin in zip(params, twins, strict=True):
+        p.grad = torch.randn_like(p)
+        twin.grad = p.grad.clone()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert all(map(torch.equal, params, twins))

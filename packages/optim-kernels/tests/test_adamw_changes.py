@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fresh_params import make_params, renew_gradients
+from fresh_params import make_params, renew_gradients, step_twins
 from random_tensors import DEVICE
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -219,19 +219,11 @@ def test_what_the_user_changes_between_steps_counts(edit: Any, impl: Any) -> Non
 def test_states_in_codes_may_change_their_memory(exchange: bool) -> None:
     params = make_params(((64, 80), (5,)))
     twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    optimizer, twin = (TritonAdamW(each, state_dtype="int8", impl="triton") for each in (params, twins))
-
-    def step() -> None:
-        renew_gradients(params)
-        for p, q in zip(params, twins, strict=True):
-            q.grad = p.grad
-        optimizer.step()
-        twin.step()
-
-    step()
-    step()
+    optimizers = [TritonAdamW(each, state_dtype="int8", impl="triton") for each in (params, twins)]
+    step_twins(optimizers, params, twins)
+    step_twins(optimizers, params, twins)
     kept = []
-    for state in optimizer.state.values():
+    for state in optimizers[0].state.values():
         for key, value in state.items():
             # another object of the same memory, as was in use before, holds the old numbers
             old = value.detach()
@@ -240,8 +232,7 @@ def test_states_in_codes_may_change_their_memory(exchange: bool) -> None:
                 state[key] = value.clone()
             else:
                 value.data = value.clone()
-    step()
-    assert all(map(torch.equal, params, twins))
+    step_twins(optimizers, params, twins)
     for old, before in kept:
         assert torch.equal(dequantized(old), dequantized(before))
 
@@ -252,12 +243,7 @@ def test_scales_of_codes_may_get_other_memory() -> None:
     twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
     optimizers = [TritonAdamW(each, lr=0.1, impl="triton", state_dtype="int8") for each in (params, twins)]
     for _ in range(4):
-        for p, twin in zip(params, twins):
-            p.grad = torch.randn_like(p)
-            twin.grad = p.grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-        assert all(map(torch.equal, params, twins))
+        step_twins(optimizers, params, twins)
         moved, scaled = (optimizer.state[p]["exp_avg"] for optimizer, (p,) in zip(optimizers, (params, twins)))
         moved.scale.data = moved.scale * 4
         scaled.scale.mul_(4)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from fresh_params import step_twins
 from random_tensors import DEVICE
 from torch import Tensor
 
@@ -350,12 +351,7 @@ def test_states_of_all_formats_give_their_memory_back(make: Any, options: dict[s
     of_muon: dict[str, Any] = {"ns_dtype": torch.float32, "ns_steps": 2} if make is TritonMuon else {}
     optimizers = [make(each, impl=impl, **of_muon, **options) for each in (params, twins)]
     for _ in range(3):
-        for p, twin in zip(params, twins):
-            p.grad = torch.randn_like(p)
-            twin.grad = p.grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-        assert all(map(torch.equal, params, twins))
+        step_twins(optimizers, params, twins)
         states = [optimizers[0].state[p] for p in params]
         held = [part for state in states for value in state.values() for part in with_memory(value)]
         memory = [weakref.ref(part.untyped_storage()) for part in held]
