@@ -16,7 +16,7 @@ def are_numbers(scalars: Iterable[Any]) -> bool:
     return _NUMBERS.issuperset(map(type, scalars))
 
 
-def check_scalars(**scalars: Any) -> None:
+def check_scalars(**scalars: object) -> None:
     """Raise unless each hyperparameter is a number or a 1-element tensor; no value is read from the device.
 
     Raises:
@@ -37,7 +37,7 @@ def check_scalars(**scalars: Any) -> None:
             raise ValueError(f"{name} must be a real number, got {scalar.dtype}")
 
 
-def check_values(params: Iterable[Tensor], **numbers: Any) -> None:
+def check_values(params: Iterable[Tensor], **numbers: object) -> None:
     """Raise ``ValueError`` for a number on meta, which has no value, unless all the parameters are there, too."""
     for name, number in numbers.items():
         if not isinstance(number, Tensor) or not number.is_meta:
@@ -59,7 +59,7 @@ def without_dims(number: Any) -> Any:
     return float(number)
 
 
-def check_scalar_tensors(**numbers: Any) -> None:
+def check_scalar_tensors(**numbers: object) -> None:
     """Raise unless each number that is given is a tensor of one element.
 
     Raises:
@@ -82,14 +82,14 @@ def check_scalar_tensors(**numbers: Any) -> None:
             raise ValueError(f"{name} must be a real number, got {number.dtype}")
 
 
-def check_switches(**switches: Any) -> None:
+def check_switches(**switches: object) -> None:
     """Raise ``ValueError`` unless each is True or False: any non-empty string would count as True."""
     for name, switch in switches.items():
         if switch not in (True, False):
             raise ValueError(f"{name} must be True or False, got {switch!r}")
 
 
-def check_seed(seed: Any) -> None:
+def check_seed(seed: object) -> None:
     """Raise ``ValueError`` unless ``seed`` is an integer, Python's or NumPy's."""
     if not isinstance(seed, Integral):
         raise ValueError(f"seed must be an int, got {seed!r}")

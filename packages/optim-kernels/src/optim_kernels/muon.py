@@ -114,7 +114,7 @@ class TritonMuon(MuonOptimizer):
 
     @classmethod
     def keller(
-        cls, params: Params, lr: float = 0.02, weight_decay: float = 0.0, momentum: float = 0.95, **ours: Any
+        cls, params: Params, lr: float = 0.02, weight_decay: float = 0.0, momentum: float = 0.95, **ours: object
     ) -> TritonMuon:
         """Keller Jordan's ``SingleDeviceMuon``, with its arguments; ``ours`` are further options."""
         return cls._following("keller", params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, **ours})
@@ -127,7 +127,7 @@ class TritonMuon(MuonOptimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_steps: int = 5,
-        **ours: Any,
+        **ours: object,
     ) -> TritonMuon:
         """nanochat's ``Muon`` of 2025, with its arguments; ``ours`` are further options."""
         given = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}

@@ -320,7 +320,7 @@ _operator.register_autograd(_backward, setup_context=_save)
 
 
 @_operator.register_vmap
-def _(_: Any, in_dims: Sequence[int | None], x: Tensor, *apart_and_impl: Any) -> tuple[Tensor, int]:
+def _(_: object, in_dims: Sequence[int | None], x: Tensor, *apart_and_impl: object) -> tuple[Tensor, int]:
     dim = in_dims[0]
     assert dim is not None  # there is no other tensor
     return _operator(x.movedim(dim, 0), *apart_and_impl), 0
@@ -345,7 +345,7 @@ class _Transformed(torch.autograd.Function):
             return newton_schulz_backward(x, grad, ctx.config), None, None
 
     @staticmethod
-    def vmap(_: Any, in_dims: tuple[int, None, None], x: Tensor, config: NSConfig, impl: Impl) -> tuple[Tensor, int]:
+    def vmap(_: object, in_dims: tuple[int, None, None], x: Tensor, config: NSConfig, impl: Impl) -> tuple[Tensor, int]:
         return _Transformed.apply(x.movedim(in_dims[0], 0), config, impl), 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from optim_redist.errors import UnsupportedError
 
@@ -50,7 +49,7 @@ _UNORDERED = ("uint16", "uint32", "uint64")
 _DIVIDED = ("float16", "bfloat16", "float32", "float64")
 
 
-def dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: object) -> str:
     """torch's name of an element type given as ``torch.dtype`` or as text, e.g. "bfloat16"."""
     name = str(dtype).removeprefix("torch.")
     name = _ALIAS.get(name, name)

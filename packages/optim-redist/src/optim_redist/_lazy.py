@@ -29,7 +29,7 @@ class lazy(Generic[Owner, Value]):
     @overload
     def __get__(self, instance: Owner, owner: type[Owner]) -> Value: ...
 
-    def __get__(self, instance: Any, owner: Any) -> Any:
+    def __get__(self, instance: Any, owner: object) -> Any:
         if instance is None:
             return self
         found = instance.__dict__[self._name] = self._compute(instance)

@@ -16,7 +16,7 @@ from functools import partial
 from io import TextIOWrapper
 from operator import methodcaller
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optim_redist._dtypes import dtype_name, itemsize
 from optim_redist.cost import CommModel, Topology
@@ -25,6 +25,11 @@ from optim_redist.layout import Layout, Mesh
 from optim_redist.parsing import parse_layout, parse_mesh
 from optim_redist.plan_text import bounds_lines
 from optim_redist.units import parse_bytes
+
+if TYPE_CHECKING:
+    from optim_redist.plans import Plan
+
+    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _MODELS = "h200x4, h200x8, nodes-400g, nccl, flat, or a file of calibrate"
 _EXAMPLES = """examples:
@@ -105,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str
+    commands: _Commands, name: str, run: Callable[[argparse.Namespace], int], summary: str
 ) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary)
     command.set_defaults(run=run)
@@ -113,7 +118,7 @@ def _command(
     return command
 
 
-def _task_command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str) -> None:
+def _task_command(commands: _Commands, name: str, run: Callable[[argparse.Namespace], int], summary: str) -> None:
     command = _command(commands, name, run, summary)
     command.add_argument("--shape", type=_shape, required=True, help="global shape, such as 8,8,8,4")
     command.add_argument(
@@ -224,7 +229,7 @@ def _mesh_of(text: str) -> Mesh | None:
     return parse_layout(text).mesh if text.strip().startswith("D_") else None
 
 
-def _made_plan(options: argparse.Namespace) -> Any:
+def _made_plan(options: argparse.Namespace) -> Plan:
     from optim_redist.planning import plan
 
     src, dst = _layouts(options)
@@ -241,14 +246,14 @@ def _made_plan(options: argparse.Namespace) -> Any:
     )
 
 
-def _print_json(data: Any) -> None:
+def _print_json(data: object) -> None:
     print(json.dumps(data, indent=1))
 
 
 # -- commands
 
 
-def _show(options: argparse.Namespace, text: Callable[[Any], str]) -> int:
+def _show(options: argparse.Namespace, text: Callable[[Plan], str]) -> int:
     if options.json and options.picture in ("ascii", "svg"):
         raise RedistError(f"--json and --picture {options.picture} both print; give --picture a file such as plan.svg")
     made = _made_plan(options)
@@ -268,7 +273,7 @@ def _show(options: argparse.Namespace, text: Callable[[Any], str]) -> int:
     return 0
 
 
-def _save_picture(made: Any, name: str) -> None:
+def _save_picture(made: Plan, name: str) -> None:
     from optim_redist.pictures import save_picture
 
     path = Path(name)

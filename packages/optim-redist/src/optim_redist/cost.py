@@ -40,7 +40,7 @@ _NCCL_CALL = 60e-6  # seconds
 _COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 
 
-def _as_rates(what: str, bandwidth: Any, seconds: Any) -> tuple[float, float]:
+def _as_rates(what: str, bandwidth: object, seconds: object) -> tuple[float, float]:
     """Both as floats, so that equal numbers of any type are written alike, in JSON and in the ids of models.
 
     Raises:

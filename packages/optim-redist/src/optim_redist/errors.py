@@ -61,7 +61,7 @@ class UnsupportedError(RedistError):
 
 
 @contextmanager
-def noting(where: Callable[..., str], *arguments: Any) -> Iterator[None]:
+def noting(where: Callable[..., str], *arguments: object) -> Iterator[None]:
     """Add a note, ``where(*arguments)``, to errors of torch and its backends, which know nothing of plans."""
     try:
         yield

@@ -247,7 +247,7 @@ def _in_order(items: Mapping[Any, Any]) -> list[Any]:
         ) from None
 
 
-def _as_item(name: Hashable, given: Any) -> Item:
+def _as_item(name: Hashable, given: object) -> Item:
     if isinstance(given, tuple | list) and len(given) in (4, 5):
         return Item(*given)
     what = f"{type(given).__name__} of {len(given)}" if isinstance(given, tuple | list) else type(given).__name__

@@ -192,7 +192,9 @@ def plan(
     return known
 
 
-def _check_arguments(src: Any, dst: Any, cost_model: Any, topology: Any, planners: Sequence[str] | None) -> None:
+def _check_arguments(
+    src: object, dst: object, cost_model: object, topology: object, planners: Sequence[str] | None
+) -> None:
     """Raise for arguments that would otherwise fail far from here, in words that do not name them."""
     check_layouts(src=src, dst=dst)
     if not isinstance(cost_model, CommModel | None):
@@ -210,7 +212,7 @@ def check_choices(**choices: object) -> None:
             raise RedistError(f"{name} is True or False, got {value!r}")
 
 
-def _check_hashes(**arguments: Any) -> None:
+def _check_hashes(**arguments: object) -> None:
     """Raise ``RedistError`` for the first argument that is, or has, something without a hash, as no valid one does."""
     for name, value in arguments.items():
         try:

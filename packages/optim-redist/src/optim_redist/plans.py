@@ -207,7 +207,7 @@ def check_plan(plan: object) -> None:
         raise RedistError(f"plan must be a Plan, got {plan!r}; optim_redist.plan(shape, dtype, src, dst) makes one")
 
 
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _leaves(path: str, value: object) -> Iterator[tuple[str, Any]]:
     """(path, value) of every leaf of nested dictionaries and lists; an empty one is itself a leaf."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     is_leaf = True

@@ -77,14 +77,14 @@ class DTensorBlockInfo(BlockInfo):
         self.get_tensor = _to_local
 
 
-def _ones(allocate_zeros: Callable[..., Tensor], size: Any, **options: Any) -> Tensor:
+def _ones(allocate_zeros: Callable[..., Tensor], size: object, **options: object) -> Tensor:
     tensor = allocate_zeros(size=size, **options)
     _refuse_partial(tensor)
     _to_local(tensor).fill_(1)
     return tensor
 
 
-def _eye(allocate_zeros: Callable[..., Tensor], n: int, **options: Any) -> Tensor:
+def _eye(allocate_zeros: Callable[..., Tensor], n: int, **options: object) -> Tensor:
     """The identity matrix; each rank writes ones where its global row and column indices agree."""
     tensor = allocate_zeros(size=(n, n), **options)
     _refuse_partial(tensor)

@@ -55,7 +55,7 @@ def _disabled(method: Callable[..., Any]) -> Callable[..., Any]:
         return disabled
 
     @wraps(method)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: object, **kwargs: object) -> Any:
         return (method if current_compiler() is None else disabled)(*args, **kwargs)
 
     # so that the compiler leaves this frame as it is, too

@@ -111,7 +111,7 @@ class OptimizerModule(Stateful):
 _LEFT_OUT = object()
 
 
-def stored_form(value: Any, keep_vars: bool = False, store_non_tensors: bool = True) -> Any:
+def stored_form(value: object, keep_vars: bool = False, store_non_tensors: bool = True) -> Any:
     """What stands for ``value`` in a state; the private ``_LEFT_OUT`` if nothing does."""
     if isinstance(value, LowBitTensor):
         return to_plain(value)

@@ -31,7 +31,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-def extract_state_dict_content(input_dict: Any) -> dict[Any, Any]:
+def extract_state_dict_content(input_dict: object) -> dict[Any, Any]:
     """A copy of the nested dicts in which every `OptimizerModule` is replaced by its ``state_dict()``.
 
     Everything else is the same object; lists are not entered.

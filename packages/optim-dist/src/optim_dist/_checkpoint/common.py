@@ -18,7 +18,7 @@ def without_tensors_of_model(common: Mapping[str, Any]) -> dict[str, Any]:
     return {**common, "model": {name: value for name, value in common["model"].items() if not _is_plain(value)}}
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     # attributes that somebody has set on a tensor are written with it
     return type(value) is Tensor and not vars(value)
 
@@ -61,14 +61,14 @@ def without_numpy_scalars(value: Any) -> Any:
     return value.item() if is_scalar else value
 
 
-def _read_back(content: Any) -> io.BytesIO:
+def _read_back(content: object) -> io.BytesIO:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     unpacked(buffer)
     return buffer
 
 
-def _unreadable(value: Any, where: str) -> list[str]:
+def _unreadable(value: object, where: str) -> list[str]:
     """The innermost parts of ``value`` that cannot be written and read back, and their types."""
     try:
         _read_back(value)
@@ -78,7 +78,7 @@ def _unreadable(value: Any, where: str) -> list[str]:
     return []
 
 
-def _cut(value: Any, where: str) -> list[str]:
+def _cut(value: object, where: str) -> list[str]:
     """The innermost parts of ``value`` that are tensors of which every rank has a part, and what they are."""
     if isinstance(value, DTensor):
         # a dimension of one rank cuts nothing, as in a mesh of replicas alone
@@ -90,7 +90,7 @@ def _cut(value: Any, where: str) -> list[str]:
     return [text for place, part in _parts(value, where) for text in _cut(part, place)]
 
 
-def _parts(value: Any, where: str) -> Iterator[tuple[str, Any]]:
+def _parts(value: object, where: str) -> Iterator[tuple[str, Any]]:
     """What a container holds, and where."""
     if isinstance(value, dict):
         for key, entry in value.items():

@@ -33,7 +33,7 @@ MOMENTUM, SECOND = "momentum_buffer", "second_momentum_buffer"
 State = dict[str, Any]  # of one parameter, or of a Muon group
 
 
-def paths_of(files: Any) -> list[Path]:
+def paths_of(files: object) -> list[Path]:
     """The paths in ``files``.
 
     Raises:

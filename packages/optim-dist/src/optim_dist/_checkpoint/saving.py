@@ -42,7 +42,7 @@ def save(
     folder: Path,
     model: nn.Module | None,
     opt: DistOptimizer,
-    extra: Any,
+    extra: object,
     *,
     async_: bool,
     old: Choice | None = None,

@@ -69,7 +69,7 @@ def describe_groups(groups: Sequence[dict[str, Any]], found: Sequence[Entry]) ->
     return described
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Whether the text of a hyperparameter tells its value, and is the same on every rank."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))

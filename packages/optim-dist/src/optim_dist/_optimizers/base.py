@@ -36,6 +36,7 @@ from optim_dist._optimizers.kept_items import HeldStates, KeptItems
 from optim_dist._optimizers.layouts import local
 from optim_dist._optimizers.multipliers import ScaledGroups, given_multipliers
 from optim_dist._optimizers.norm import check_norm_type, norm_over_ranks
+from optim_dist._optimizers.parameter_checks import Meshes
 from optim_dist._optimizers.remarks import remarks
 from optim_dist._optimizers.shards import Item, Shard, StepContext
 from optim_dist._optimizers.stateful import StatefulOptimizer
@@ -77,7 +78,7 @@ class DistOptimizer(StatefulOptimizer):
         self.grad_norm = None
         super()._connect()
 
-    def _replace(self, plan: Plan, found: list[Entry], meshes: Any) -> None:
+    def _replace(self, plan: Plan, found: list[Entry], meshes: Meshes) -> None:
         self._forget_states()
         for bucket in self._bucketed.buckets:
             self._caches.pop((bucket.plan.route, bucket), None)

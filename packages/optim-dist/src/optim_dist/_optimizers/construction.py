@@ -41,7 +41,7 @@ def without_duplicates(params: Iterable[Any] | Mapping[str, Any]) -> list[Any]:
     return _distinct(items)
 
 
-def device_of(given: Any) -> torch.device | None:
+def device_of(given: object) -> torch.device | None:
     """The device of the first parameter in a list, pairs with names, groups or a model; None if there is none."""
     if isinstance(given, Tensor):
         return given.device
@@ -145,7 +145,7 @@ def _check_order(params: Iterable[Any]) -> None:
         raise TypeError(f"params must come in the same order on every rank, which a {kind} has not; give a list")
 
 
-def _distinct(params: Any) -> Any:
+def _distinct(params: object) -> Any:
     if isinstance(params, Tensor):
         return params
     if not isinstance(params, Iterable):

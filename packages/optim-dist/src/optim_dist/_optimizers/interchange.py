@@ -103,7 +103,7 @@ def _wrapped(value: Tensor, spec: ParameterSpec, shard: Shard | None, device: to
     return StatePart(value, shape, stride, shard.start if shard is not None and is_cut else 0)
 
 
-def _unwrapped(key: str, value: Any, shard: Shard) -> Any:
+def _unwrapped(key: str, value: object, shard: Shard) -> Any:
     if not isinstance(value, StatePart):
         return value
     begin, end = value.start, value.start + value.local.numel()

@@ -180,7 +180,7 @@ def _with_complete_groups(optimizer: LiveOptimizer, state_dict: dict[str, Any]) 
     return {**state_dict, "param_groups": completed}
 
 
-def _on_device_of(mine: Any, value: Any) -> Any:
+def _on_device_of(mine: object, value: object) -> Any:
     """A saved hyperparameter, on the device of ours if both are tensors: a captured step reads it only there."""
     if isinstance(mine, tuple) and isinstance(value, tuple | list) and len(mine) == len(value):
         return type(value)(map(_on_device_of, mine, value))
@@ -230,7 +230,7 @@ def converted(
         yield
 
 
-def _laid_out(key: str, value: Any, parameter: Tensor) -> Any:
+def _laid_out(key: str, value: object, parameter: Tensor) -> Any:
     """A copy on the parameter's device with the strides of new state, which the kernels rely on."""
     if key == "step" and isinstance(value, int | float):
         # before 1.12 torch's step count was a number, not a tensor

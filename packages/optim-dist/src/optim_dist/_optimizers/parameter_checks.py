@@ -28,6 +28,9 @@ try:
 except ImportError:  # not public; then FSDP2's stand-ins for parameters are not told from others
     _states = None  # type: ignore[assignment, unused-ignore]
 
+# for every entry the ranks of each of its meshes
+Meshes = Sequence[Sequence[Sequence[int]]]
+
 # where the bits of random rounding would depend on how a parameter is cut
 ROUNDING = (
     "stochastic_rounding numbers elements row by row, but {} is cut otherwise; shard it along its first dimension or "
@@ -46,8 +49,8 @@ def check_model(model: nn.Module | None) -> None:
 
 
 def check_parameters(
-    found: Sequence[Entry], communicator: Communicator, options: Options, rounded: Container[int] = ()
-) -> list[list[list[int]]]:
+    found: Sequence[Entry], communicator: Communicator, options: Options, rounded: Container[int]
+) -> Meshes:
     """Refuse what cannot be distributed: all findings of all ranks in one error on every rank.
 
     Args:
@@ -240,7 +243,7 @@ def _placement_findings(name: str, parameter: DTensor) -> list[str]:
     return []
 
 
-def _mesh_findings(found: Sequence[Entry], by_entry: Sequence[list[list[int]]], ranks: Sequence[int]) -> list[str]:
+def _mesh_findings(found: Sequence[Entry], by_entry: Meshes, ranks: Sequence[int]) -> list[str]:
     """What is wrong with meshes: those of a parameter have to cover the optimizer's ranks.
 
     Several meshes of one parameter count as replicas of each other, which only a grid of ranks makes: there another

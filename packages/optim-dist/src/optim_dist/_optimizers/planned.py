@@ -21,6 +21,7 @@ from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.gradient_dtype import GradientDtypes
 from optim_dist._optimizers.live import LiveOptimizer, live_optimizers
 from optim_dist._optimizers.options import Options, groups_of
+from optim_dist._optimizers.parameter_checks import Meshes
 from optim_dist._optimizers.places import Places
 from optim_dist._optimizers.planned_views import PlannedViews
 from optim_dist._optimizers.shards import Shard
@@ -116,7 +117,7 @@ class PlannedOptimizer(LiveOptimizer):
         with self.begun_together("add_param_group()"):
             self._move(plan, [*self.entries, *found], found, meshes)
 
-    def _plan_for(self, found: Sequence[Entry]) -> tuple[Plan, list[list[list[int]]]]:
+    def _plan_for(self, found: Sequence[Entry]) -> tuple[Plan, Meshes]:
         """A plan for ``found`` alone, and the ranks of their meshes; refuses what cannot be distributed."""
         options = self._options
         rounded = {number for number, group in enumerate(self.param_groups) if group.get("stochastic_rounding")}
@@ -136,9 +137,7 @@ class PlannedOptimizer(LiveOptimizer):
             hyperparameters = agreement.describe_groups(self.param_groups, found)
             agreement.check_plan(plan, hyperparameters, self.communicator)
 
-    def _move(
-        self, plan: Plan, entries: list[Entry], found: Sequence[Entry], meshes: Sequence[Sequence[Sequence[int]]]
-    ) -> None:
+    def _move(self, plan: Plan, entries: list[Entry], found: Sequence[Entry], meshes: Meshes) -> None:
         """Move the parameters of ``found``, the last of ``entries``, to their places in ``plan``."""
         taken, world_size = {id(entry.parameter) for entry in found}, self.communicator.world_size
         for other in live_optimizers():
@@ -179,7 +178,7 @@ class PlannedOptimizer(LiveOptimizer):
             self.wait()
             self._replace(plan, found, meshes)
 
-    def _plan_anew(self, order: Sequence[str | Tensor] | None) -> tuple[Plan, list[Entry], Any]:
+    def _plan_anew(self, order: Sequence[str | Tensor] | None) -> tuple[Plan, list[Entry], Meshes]:
         """The arguments of ``_replace``, for parameters that need a gradient now; a refusal changes nothing."""
         self.check_open()
         self.communicator.check_ranks()
@@ -209,7 +208,7 @@ class PlannedOptimizer(LiveOptimizer):
             agreement.check_equal(plain, self.communicator, agreement.SYNC_CHECK)
         return plan, found, meshes
 
-    def _replace(self, plan: Plan, found: list[Entry], meshes: Any) -> None:
+    def _replace(self, plan: Plan, found: list[Entry], meshes: Meshes) -> None:
         """Move parameters from the present plan to a new one."""
         former = self._bucketed.clear()
         self._gradient_dtypes.put_back()

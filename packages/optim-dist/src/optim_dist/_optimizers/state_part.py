@@ -124,7 +124,7 @@ class StatePart(Tensor):
 
     # torch.save writes the part alone, which loads with weights_only=True
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return self.local.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StatePart:

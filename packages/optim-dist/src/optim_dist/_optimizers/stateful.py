@@ -17,6 +17,7 @@ from optim_dist._optimizers.consolidation import IS_WHOLE, Consolidated, consoli
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.followed_masters import FollowedMasters
 from optim_dist._optimizers.moved_state import take_state
+from optim_dist._optimizers.parameter_checks import Meshes
 from optim_dist._optimizers.planned import PlannedOptimizer
 from optim_dist._optimizers.shards import Route, Shard
 from optim_dist.plan import Plan, RouteName
@@ -53,11 +54,11 @@ class StatefulOptimizer(PlannedOptimizer):
         self._storage += map(_storage_options, self.param_groups[len(self._storage) :])
         self._outdate("add_param_group()")
 
-    def _move(self, plan: Plan, entries: list[Entry], found: Sequence[Entry], meshes: Any) -> None:
+    def _move(self, plan: Plan, entries: list[Entry], found: Sequence[Entry], meshes: Meshes) -> None:
         super()._move(plan, entries, found, meshes)
         self._show_state()
 
-    def _replace(self, plan: Plan, found: list[Entry], meshes: Any) -> None:
+    def _replace(self, plan: Plan, found: list[Entry], meshes: Meshes) -> None:
         """Move the states of parameters that stay to the new plan; drop all others."""
         self._masters.follow(self)
         moved = take_state(self, plan, found)

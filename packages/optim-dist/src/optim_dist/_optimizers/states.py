@@ -71,14 +71,14 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return tensor.stride() if is_dense(tensor) else contiguous_stride(tuple(tensor.shape))
 
 
-def nbytes(value: Any) -> int:
+def nbytes(value: object) -> int:
     """Bytes that a value of a state takes on this rank: a DTensor's local part, 8-bit codes and their scales."""
     if isinstance(value, LowBitTensor):
         return value.codes.nbytes + value.scale.nbytes
     return local(value).nbytes if isinstance(value, Tensor) else 0
 
 
-def as_numbers(value: Any) -> Any:
+def as_numbers(value: object) -> Any:
     """The numbers that 8-bit codes, or their plain form, stand for; anything else unchanged."""
     if isinstance(value, dict) and {"codes", "scale", "format"} <= value.keys():
         value = from_plain(value)

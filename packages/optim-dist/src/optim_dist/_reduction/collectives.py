@@ -230,7 +230,7 @@ class Communicator:
         """Overwrite ``flat [N]`` by what a global rank sends."""
         return self._started_to(dist.irecv, source, f"receiving from rank {source}", flat)
 
-    def gather_json(self, value: Any) -> list[Any]:
+    def gather_json(self, value: object) -> list[Any]:
         """``value`` of every rank, in rank order; JSON, so that nothing is unpickled."""
         if self.world_size == 1:
             return [value]

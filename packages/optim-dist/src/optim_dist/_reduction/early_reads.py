@@ -48,7 +48,7 @@ class _OutermostForward:
         self._mode = _Reads(found)
         self._is_on: list[bool] = []
 
-    def begin(self, module: nn.Module, arguments: Any) -> None:
+    def begin(self, module: nn.Module, arguments: object) -> None:
         # an evaluation waits for all parameters, the compiler would trace the mode, and what is compiled would be
         # compiled anew under it
         is_watched = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not any(self._is_on)
@@ -57,7 +57,7 @@ class _OutermostForward:
             self._begun()
             self._mode.__enter__()
 
-    def end(self, module: nn.Module, arguments: Any, result: Any) -> None:
+    def end(self, module: nn.Module, arguments: object, result: object) -> None:
         if self._is_on and self._is_on.pop():
             self._mode.__exit__(None, None, None)
 
@@ -70,7 +70,7 @@ class _Reads(TorchFunctionMode):
         self._found = found
 
     def __torch_function__(
-        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
+        self, function: Any, types: object, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
     ) -> Any:
         if _reads_values(function):
             for tensor in _tensors_in((arguments, keywords)):
@@ -87,7 +87,7 @@ def _reads_values(function: Any) -> bool:
         return True
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def _tensors_in(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):

@@ -178,19 +178,19 @@ class ForwardGathers:
         does_nothing = nullcontext().__exit__  # whatever its arguments
         return SimpleNamespace, (), dict.fromkeys(_HOOKS, does_nothing)
 
-    def _before_forward(self, held: Held, module: nn.Module, arguments: Any) -> None:
+    def _before_forward(self, held: Held, module: nn.Module, arguments: object) -> None:
         if not torch.compiler.is_compiling():
             self._enter(held)
         elif any(bucket.deferred for bucket, _ in held) if torch.is_grad_enabled() else self.in_flight:
             # compiled after the first step, else the step would have waited: correct, at the price of a graph break
             torch.compiler.disable(self._enter)(held)
 
-    def _before_evaluation(self, module: nn.Module, arguments: Any) -> None:
+    def _before_evaluation(self, module: nn.Module, arguments: object) -> None:
         # cheap in training, where a compiled region would break here for nothing
         if not torch.is_grad_enabled():
             self._before_forward(Held(), module, arguments)
 
-    def _before_eager_evaluation(self, module: nn.Module, arguments: Any) -> None:
+    def _before_eager_evaluation(self, module: nn.Module, arguments: object) -> None:
         # of the original of a compiled module, say; in its region all has arrived
         if not torch.compiler.is_compiling():
             self._before_evaluation(module, arguments)
@@ -227,5 +227,5 @@ class ForwardGathers:
                     "before it, or build the optimizer with overlap=False"
                 )
 
-    def _before_state(self, *arguments: Any) -> None:
+    def _before_state(self, *arguments: object) -> None:
         self.wait()

@@ -37,7 +37,7 @@ class Connected(Protocol):
 
     ranks: list[int]
 
-    def gather_json(self, value: Any) -> list[Any]:
+    def gather_json(self, value: object) -> list[Any]:
         """``value`` of every rank, in rank order. Collective."""
 
 
@@ -177,7 +177,7 @@ def _largest(met: Sequence[Connected], number: int) -> int:
     return number
 
 
-def gathered(communicator: Connected, what: str, mine: Any, otherwise: str) -> list[Any]:
+def gathered(communicator: Connected, what: str, mine: object, otherwise: str) -> list[Any]:
     """``mine`` of every rank; a rank that sends no ``what`` is an error, which says ``otherwise`` of that rank."""
     every = communicator.gather_json({what: mine})
     for rank, found in zip(communicator.ranks, every):

@@ -75,7 +75,7 @@ class BlockLaunch(Launch):
         self._first(device, (*known, *others))
 
 
-def _descriptor_like(known: Any, x: Tensor | None) -> Any:
+def _descriptor_like(known: object, x: Tensor | None) -> Any:
     """The descriptor of ``x``, which differs from the matrix that ``known`` describes in its address alone."""
     if known is None:
         return None

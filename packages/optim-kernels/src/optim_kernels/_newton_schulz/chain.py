@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -129,7 +128,7 @@ class ChainLaunch:
     """
 
     def __init__(
-        self, chain: Chain, *, ending: Ending = Ending.STORE, spare_multiprocessors: int = 0, **update: Any
+        self, chain: Chain, *, ending: Ending = Ending.STORE, spare_multiprocessors: int = 0, **update: object
     ) -> None:
         from optim_kernels._hopper import chain_kernel as kernels
         from optim_kernels._hopper.pairs import PAIR_BYTES

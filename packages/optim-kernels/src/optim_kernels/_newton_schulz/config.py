@@ -184,7 +184,7 @@ class NSConfig:
         return self if self.dtype is not None or x.is_cuda else replace(self, dtype=self.compute_dtype(x))
 
 
-def check_steps(steps: Any) -> None:
+def check_steps(steps: object) -> None:
     """Raise ``ValueError`` for a bad number of steps, also for 5.0 or True, which a cache takes for 5 and 1."""
     if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 100:
         raise ValueError(f"steps must be an int from 0 to 99, got {steps!r}")
@@ -196,7 +196,7 @@ def check_tiles(tiles: str) -> None:
         raise ValueError(f"tiles must be one of {get_args(Tiles)}, got {tiles!r}")
 
 
-def restart_steps(restarts: Any, steps: int) -> Any:
+def restart_steps(restarts: object, steps: int) -> Any:
     """The option ``restarts`` of `NSConfig`, with ``None`` and ``"accurate"`` as step numbers."""
     if restarts is None:
         return tuple(range(2, max(steps - 1, 3), 2))
@@ -217,7 +217,7 @@ def config_of(*values: Any) -> NSConfig:
     return NSConfig(**dict(zip(names, values, strict=True)))
 
 
-def hashable(value: Any) -> Any:
+def hashable(value: object) -> Any:
     """An option of `NSConfig` that may be a list, of lists perhaps, as tuples."""
     if isinstance(value, (list, tuple)):
         return tuple(map(hashable, value))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from optim_kernels.multi_tensor import has_overlaps
 
 
-def checked_out(out: Any, result: Tensor, *, of: str) -> Tensor:
+def checked_out(out: object, result: Tensor, *, of: str) -> Tensor:
     """``out``, if it can take ``result``.
 
     Args:

@@ -52,7 +52,7 @@ def check_update(group: Mapping[str, Any]) -> None:
     check_seed(group.get("seed", 0))
 
 
-def check_formats(state_dtype: Any, master_weights: Any) -> None:
+def check_formats(state_dtype: object, master_weights: object) -> None:
     """Raise ``ValueError`` unless these name formats."""
     pair = state_dtype if isinstance(state_dtype, tuple) else (state_dtype, state_dtype)
     if state_dtype != "int8" and (len(pair) != 2 or not all(dtype in (None, *MOMENT_DTYPES) for dtype in pair)):
@@ -102,7 +102,7 @@ def check_adamw_ranges(group: Mapping[str, Any], *, of_tensors: bool = True, loa
             lr is that ``LinearLR`` ends with in place of 0 (-4e-19, say).
     """
 
-    def is_seen(number: Any) -> bool:
+    def is_seen(number: object) -> bool:
         return not isinstance(number, Tensor) or (of_tensors and not number.is_meta)
 
     of_schedules = -math.inf if loaded else 0.0

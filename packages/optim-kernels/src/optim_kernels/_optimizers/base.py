@@ -229,7 +229,7 @@ def _without_copies(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, A
 class _Kept:
     """Stands for a value in a deep copy, where the value itself takes its place."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self._value = value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

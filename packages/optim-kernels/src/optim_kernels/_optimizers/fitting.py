@@ -66,7 +66,7 @@ def why_unfit(param: Tensor, grad: Tensor, state: Mapping[str, Any], keys: Seque
     return None
 
 
-def why_no_numbers(key: str, value: Any, param: Tensor) -> str | None:
+def why_no_numbers(key: str, value: object, param: Tensor) -> str | None:
     """What keeps a step from reading and writing numbers in an entry of the state of ``param``, whatever its shape."""
     if not isinstance(value, Tensor):
         return f"its {key} must be a tensor, got {value!r}; delete its state to start anew"
@@ -107,7 +107,7 @@ def refuse(reason: str | None, name: str) -> None:
         raise ValueError(f"{name} cannot be updated: {reason}")
 
 
-def check_loaded(saved: Any, param: Tensor, keys: Sequence[str], name: str) -> None:
+def check_loaded(saved: object, param: Tensor, keys: Sequence[str], name: str) -> None:
     """Raise ``ValueError`` unless a loaded state has numbers under those of ``keys`` that it has, and a step count.
 
     Values in the plain form of `optim_utils.low_bit` check themselves where they are read.
@@ -142,12 +142,12 @@ def _has_other_codes(value: Tensor) -> bool:
     return type(value).dequantize is not Tensor.dequantize and not isinstance(value, LowBitTensor)
 
 
-def _is_count(step: Any) -> bool:
+def _is_count(step: object) -> bool:
     """Whether this counts the steps of one parameter: a number, or a tensor of one."""
     return step.numel() == 1 if isinstance(step, Tensor) else isinstance(step, Real)
 
 
-def _lacks_numbers(value: Any, param: Tensor) -> bool:
+def _lacks_numbers(value: object, param: Tensor) -> bool:
     """Whether this is a tensor whose numbers a step of ``param`` cannot read where they are."""
     if not isinstance(value, Tensor):
         return False
@@ -155,7 +155,7 @@ def _lacks_numbers(value: Any, param: Tensor) -> bool:
     return value.layout != torch.strided or isinstance(value, LowBitTensor) or value.is_complex() or is_elsewhere
 
 
-def _words(value: Any) -> str:
+def _words(value: object) -> str:
     return description(value) if isinstance(value, Tensor) else repr(value)
 
 

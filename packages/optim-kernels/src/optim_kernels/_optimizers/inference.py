@@ -29,7 +29,7 @@ def out_of_inference_mode(function: Callable[Given, Result]) -> Callable[Given, 
     return called
 
 
-def as_normal(value: Any) -> Any:
+def as_normal(value: object) -> Any:
     """A copy of a tensor of inference mode, which can be written outside of it; dicts by value, others unchanged."""
     if isinstance(value, dict):
         return {key: as_normal(each) for key, each in value.items()}

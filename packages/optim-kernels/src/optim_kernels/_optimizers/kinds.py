@@ -53,7 +53,7 @@ def muon_defaults(variant: str) -> dict[str, Any]:
     return options
 
 
-def completed_group(group: Mapping[str, Any], *, variant: str = CURRENT_VARIANT, **shared: Any) -> dict[str, Any]:
+def completed_group(group: Mapping[str, Any], *, variant: str = CURRENT_VARIANT, **shared: object) -> dict[str, Any]:
     """The group with its ``kind`` and all options of that kind.
 
     Args:

@@ -263,7 +263,7 @@ def _checked_view(view: MatrixView, param: Tensor, name: str) -> MatrixView:
     return view
 
 
-def _split_view(shape: tuple[int, ...], matrix_shape: tuple[int, ...], split_rows: Any, name: str) -> MatrixView:
+def _split_view(shape: tuple[int, ...], matrix_shape: tuple[int, ...], split_rows: object, name: str) -> MatrixView:
     rows = (matrix_shape or shape)[-2]
     if split_rows is None:
         return _view(shape, matrix_shape)

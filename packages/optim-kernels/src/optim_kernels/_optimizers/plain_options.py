@@ -33,13 +33,13 @@ def with_dtypes(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {**saved, **{option: _found(saved[option]) for option in _DTYPES if option in saved}}
 
 
-def _named(value: Any) -> Any:
+def _named(value: object) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_named, value))
     return str(value) if isinstance(value, torch.dtype) else value
 
 
-def _found(value: Any) -> Any:
+def _found(value: object) -> Any:
     if isinstance(value, tuple | list):
         return tuple(map(_found, value))
     # "int8" is a format, not a dtype

@@ -118,7 +118,7 @@ class KnownStates:
 class PrivateState(StatefulOptimizer):
     """An optimizer that knows whether anybody else has read its state; its own code reads ``_own_state``."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         self._shared = Shared(self)
         super().__init__(*args, **kwargs)
         self._shared.is_private = True
@@ -131,7 +131,7 @@ class PrivateState(StatefulOptimizer):
         return state
 
     @state.setter
-    def state(self, state: Any) -> None:
+    def state(self, state: object) -> None:
         self._shared.is_private = False
         self.__dict__["state"] = state
 
@@ -179,7 +179,7 @@ class PrivateState(StatefulOptimizer):
         self._shared.is_private = True
 
 
-def _aliases(state: Any) -> Any:
+def _aliases(state: object) -> Any:
     """The state of a parameter in other tensors that share its memory."""
     if isinstance(state, dict):
         return {key: _aliases(value) for key, value in state.items()}

@@ -28,7 +28,7 @@ def hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
     with_hooks = Optimizer.profile_hook_step(torch.no_grad()(step))
 
     @wraps(step)
-    def run(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def run(self: Optimizer, *args: object, **kwargs: object) -> Any:
         try:
             if (
                 self._optimizer_step_pre_hooks
@@ -66,7 +66,9 @@ def is_capturing_here() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def begin_step(optimizer: Optimizer, closure: Callable[[], Any] | None, clip_factor: Any) -> tuple[Any, Tensor | None]:
+def begin_step(
+    optimizer: Optimizer, closure: Callable[[], Any] | None, clip_factor: object
+) -> tuple[Any, Tensor | None]:
     """The loss of ``closure``, run with gradients enabled, and the ``clip_factor``, a DTensor in full.
 
     Raises ``RuntimeError`` when the step is being captured into a graph and a group is not ``capturable``.

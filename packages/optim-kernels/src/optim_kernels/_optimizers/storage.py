@@ -26,7 +26,7 @@ _HALF = (torch.float16, torch.bfloat16)
 MOMENT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_master_weights(choice: Any) -> None:
+def check_master_weights(choice: object) -> None:
     """Raise ``ValueError`` unless this is a kind of master weights, or None."""
     if choice not in (*OWN_MASTER,):
         raise ValueError(f"master_weights must be None, 'fp32' or 'split16', got {choice!r}")

@@ -90,7 +90,7 @@ def check_masters(params: Sequence[Tensor], masters: Sequence[Tensor | None] | N
             )
 
 
-def check_counts(steps: Any) -> None:
+def check_counts(steps: object) -> None:
     """Raise unless step counts are tensors of one number each, since a step advances them in place."""
     counts = steps if isinstance(steps, Sequence) else [steps]
     if not all(isinstance(count, Tensor) for count in counts):

@@ -161,7 +161,7 @@ def adamw_(
 
 
 def _check_arguments(
-    params: Sequence[Tensor], *, hyper: Mapping[str, Any], steps: Any, seed: Any, **lists: Sequence[Any] | None
+    params: Sequence[Tensor], *, hyper: Mapping[str, Any], steps: Any, seed: object, **lists: Sequence[Any] | None
 ) -> None:
     """Raise, naming it, for an argument of another kind, or a list of another length, than `adamw_` takes."""
     check_seed(seed)
@@ -218,7 +218,7 @@ def _lists_among(hyper: Mapping[str, Any]) -> dict[str, Sequence[Any] | None]:
     return lists | {"betas": hyper["betas"] if isinstance(hyper["betas"][0], Sequence) else None}
 
 
-def _listed(value: Any) -> Sequence[Any] | None:
+def _listed(value: object) -> Sequence[Any] | None:
     """A hyperparameter that is listed, with one entry a tensor; ``None`` for one that all tensors share."""
     return value if isinstance(value, Sequence) and not isinstance(value, str) else None
 

@@ -25,7 +25,7 @@ def keep_order(operator: OpOverload) -> None:
         inductor.lowerings[operator] = partial(_lowered, operator)
 
 
-def _lowered(operator: OpOverload, *args: Any, **options: Any) -> Any:
+def _lowered(operator: OpOverload, *args: object, **options: object) -> Any:
     """A call of the operator, as inductor has it without this, after the last one of the graph."""
     # torch has no public part for this
     from torch._inductor.lowering import fallback_handler  # noqa: PLC2701

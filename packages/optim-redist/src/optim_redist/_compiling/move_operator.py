@@ -43,23 +43,23 @@ for _function in (Layout.to_text, _rank, _is_inside):
 
 def takes(
     tensor: Any,
-    shape: Any,
+    shape: object,
     src: Any,
     dst: Any,
     *,
-    out: Any = None,
-    group: Any = None,
+    out: object = None,
+    group: object = None,
     dtype: Any = None,
     async_op: bool = False,
-    cost_model: Any = None,
-    topology: Any = None,
+    cost_model: object = None,
+    topology: object = None,
     donate: bool = False,
-    memory_limit: Any = None,
-    device: Any = None,
-    copy: Any = True,
-    grad: Any = "replicate",
-    partial_init: Any = "owner",
-    **unknown: Any,
+    memory_limit: object = None,
+    device: object = None,
+    copy: object = True,
+    grad: object = "replicate",
+    partial_init: object = "owner",
+    **unknown: object,
 ) -> bool:
     """Whether the operator does what ``redistribute_local`` does with these arguments; it refuses the unknown ones."""
     if not _IS_ORDERED or unknown:
@@ -83,7 +83,7 @@ def moved(
     memory_limit: float | None = None,
     grad: str = "replicate",
     partial_init: str = "owner",
-    **others: Any,
+    **others: object,
 ) -> Tensor:
     """``redistribute_local`` by the operator."""
     limit = whole_bytes(memory_limit)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,7 +110,7 @@ def code_of(fmt: LowBitFormat) -> Code:
 
 
 def _both_with(
-    encode: Callable[..., Tensor], decode: Callable[..., Tensor], **options: Any
+    encode: Callable[..., Tensor], decode: Callable[..., Tensor], **options: object
 ) -> tuple[Elementwise, Elementwise]:
     """Both directions of a map that comes in several sizes."""
     return functools.partial(encode, **options), functools.partial(decode, **options)

@@ -174,7 +174,7 @@ def check_format(fmt: object) -> None:
         raise TypeError(f"fmt has to be a LowBitFormat, such as INT8, got a {type(fmt).__name__}")
 
 
-def non_negative_int(value: Any) -> int:
+def non_negative_int(value: object) -> int:
     """``value``, or TypeError unless it is a non-negative int of 64 bits: a checkpoint may hold anything."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
         raise TypeError(f"expected a non-negative int of 64 bits, got {value!r}")

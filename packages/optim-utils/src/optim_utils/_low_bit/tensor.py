@@ -121,7 +121,7 @@ class LowBitTensor(Tensor):
         shape = self.shape if shape is None else shape
         return LowBitTensor(*self.parts.mapped(change), self.fmt, shape, dtype or self.dtype)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"LowBitTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, fmt={self.fmt})"
 
     def share_memory_(self) -> LowBitTensor:
@@ -178,7 +178,7 @@ class LowBitTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         operation = _OPERATIONS.get(func)
@@ -234,7 +234,7 @@ def _aliasing(operation: Callable[..., Any]) -> Callable[..., Any]:
     """``operation``, whose results share memory with its tensor, and so are inference tensors only if that is one."""
 
     @functools.wraps(operation)
-    def run(x: LowBitTensor, *args: Any, **options: Any) -> Any:
+    def run(x: LowBitTensor, *args: object, **options: object) -> Any:
         if not torch.is_inference_mode_enabled() or x.is_inference():
             return operation(x, *args, **options)
         with torch.inference_mode(False):
@@ -266,7 +266,7 @@ def _like(
     make: Callable[..., Tensor],
     *,
     dtype: torch.dtype | None = None,
-    device: Any = None,
+    device: object = None,
     layout: object = None,
     pin_memory: bool | None = None,
     memory_format: object = None,

@@ -152,7 +152,7 @@ class LoadPlan:
                 self._note_unexpected((*path, name), value)
         return live
 
-    def add(self, live: Any, loaded: Any, path: Path) -> Any:
+    def add(self, live: object, loaded: object, path: Path) -> Any:
         """Plan any value."""
         if isinstance(live, LowBitTensor):
             return self._add_low_bit(live, loaded, path)
@@ -169,7 +169,7 @@ class LoadPlan:
             return live
         return self._add_plain(live, loaded, path) if self.store_non_tensors else live
 
-    def _add_stateful(self, live: Stateful, loaded: Any, path: Path) -> Stateful:
+    def _add_stateful(self, live: Stateful, loaded: object, path: Path) -> Stateful:
         if live.own_load_state_dict() is None:
             return self.add_object(live, loaded, path)
         if isinstance(loaded, Mapping):
@@ -178,7 +178,7 @@ class LoadPlan:
             self._note_mismatch(path, "type", live, loaded)
         return live
 
-    def _add_low_bit(self, live: LowBitTensor, loaded: Any, path: Path) -> LowBitTensor:
+    def _add_low_bit(self, live: LowBitTensor, loaded: object, path: Path) -> LowBitTensor:
         """Codes and scales are filled as they are: they are never cast, nor decoded on the way."""
         if not isinstance(loaded, LowBitTensor):
             if not isinstance(loaded, Mapping):
@@ -206,7 +206,7 @@ class LoadPlan:
             self.fills += pairs
         return live
 
-    def _add_tensor(self, live: Tensor, loaded: Any, path: Path) -> Tensor:
+    def _add_tensor(self, live: Tensor, loaded: object, path: Path) -> Tensor:
         # a low-bit tensor is never decoded on the way
         if not isinstance(loaded, Tensor) or isinstance(loaded, LowBitTensor):
             self._note_mismatch(path, "type", live, loaded)
@@ -234,7 +234,7 @@ class LoadPlan:
             self._note(path, "memory", expected=describe(live), found=reason)
         return reason is None
 
-    def _add_dict(self, live: dict[Any, Any], loaded: Any, path: Path) -> dict[Any, Any]:
+    def _add_dict(self, live: dict[Any, Any], loaded: object, path: Path) -> dict[Any, Any]:
         entries = entries_by_key(loaded, live)
         if entries is None:
             self._note_mismatch(path, "type", live, loaded)
@@ -264,7 +264,7 @@ class LoadPlan:
             else:
                 self._note_unexpected((*path, key), value)
 
-    def _add_sequence(self, live: Any, loaded: Any, path: Path) -> Any:
+    def _add_sequence(self, live: Any, loaded: object, path: Path) -> Any:
         entries = entries_by_position(loaded)
         if entries is None:
             self._note_mismatch(path, "type", live, loaded)
@@ -283,7 +283,7 @@ class LoadPlan:
             self._note_unexpected((*path, position), value)
         return rebuild(live, items)
 
-    def _append_taken_over(self, live: Any, items: list[Any], entries: dict[Any, Any], path: Path) -> None:
+    def _append_taken_over(self, live: object, items: list[Any], entries: dict[Any, Any], path: Path) -> None:
         """Move the tensors that continue ``items`` from ``entries`` to its end: a history may have been longer."""
         # a namedtuple has as many items as names, a set has no order, and a full deque would drop its first items
         room = len(items) + len(entries) if isinstance(live, list) or type(live) is tuple else len(items)
@@ -294,7 +294,7 @@ class LoadPlan:
             del entries[len(items)]
             items.append(tensor)
 
-    def _replace_sequence(self, live: Any, items: list[Any], loaded: Any, path: Path) -> Any:
+    def _replace_sequence(self, live: object, items: list[Any], loaded: object, path: Path) -> Any:
         if not self.store_non_tensors:
             return live
         try:
@@ -306,7 +306,7 @@ class LoadPlan:
         self._note_loaded(path, live, loaded)
         return new
 
-    def _add_plain(self, live: Any, loaded: Any, path: Path) -> Any:
+    def _add_plain(self, live: object, loaded: object, path: Path) -> Any:
         if type(live) is type(loaded):
             self._note_loaded(path, live, loaded)
             return copied(loaded, path)
@@ -333,10 +333,10 @@ class LoadPlan:
                 tensor = from_plain(dict(loaded))
         return tensor if tensor is None or self.device is None or not tensor.ndim else tensor.to(self.device)
 
-    def _write_attribute(self, live: Stateful, name: str, value: Any) -> None:
+    def _write_attribute(self, live: Stateful, name: str, value: object) -> None:
         self.writes.append(lambda: set_attribute(live, name, value))
 
-    def _write_item(self, live: dict[Any, Any], key: Any, value: Any) -> None:
+    def _write_item(self, live: dict[Any, Any], key: object, value: object) -> None:
         self.writes.append(lambda: live.__setitem__(key, value))
 
     def _note(self, path: Path, kind: Kind, expected: str = "nothing", found: str = "nothing") -> None:
@@ -357,7 +357,7 @@ class LoadPlan:
         self._note(path, kind, describe(live), describe(loaded))
 
 
-def copied(loaded: Any, path: Path) -> Any:
+def copied(loaded: object, path: Path) -> Any:
     """A deep copy of a plain value; the error of one that has none, such as a lock, says where it is."""
     try:
         return copy.deepcopy(loaded)

@@ -153,7 +153,7 @@ class _Nested:
         # dicts that have to become lists or tuples, with where they are; outer ones first
         self._sequences: list[tuple[dict[Any, Any], Any, str]] = []
 
-    def insert(self, path: list[Any], leaf: Any, key: str) -> None:
+    def insert(self, path: list[Any], leaf: object, key: str) -> None:
         """Put ``leaf`` at the end of ``path``; ``key`` is the name of the path in errors."""
         node = self._root
         last = len(path) - 1
@@ -177,7 +177,7 @@ class _Nested:
             else:
                 node = self._make(node, item, path[depth + 1], key)
 
-    def _make(self, parent: dict[Any, Any], item: Any, next_item: Any, key: str) -> dict[Any, Any]:
+    def _make(self, parent: dict[Any, Any], item: object, next_item: object, key: str) -> dict[Any, Any]:
         node: dict[Any, Any] = {}
         parent[item] = node
         kind = next_item.mark if type(next_item) is SequenceItem else ""

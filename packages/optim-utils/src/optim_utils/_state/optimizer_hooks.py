@@ -234,7 +234,7 @@ def _or_placeholder(value: object) -> object:
     return _Placeholder() if _needs_placeholder(value) else value
 
 
-def _with_dtype(by_torch: Any, saved: Any, name: Any) -> Any:
+def _with_dtype(by_torch: object, saved: object, name: object) -> Any:
     """The number or 0-dim tensor that torch loaded, in its saved dtype; torch itself handles "step" correctly."""
     if isinstance(by_torch, Tensor) and isinstance(saved, Tensor) and name != "step":
         return saved.to(by_torch.device)
@@ -302,7 +302,7 @@ def _planned_state(
     return state
 
 
-def _with_keys_of(live: object, saved: Any) -> Any:
+def _with_keys_of(live: object, saved: object) -> Any:
     """``saved`` with the ints that are keys in ``live``: flat states and checkpoints make strings of them."""
     if not isinstance(live, dict) or not isinstance(saved, Mapping):
         return saved
@@ -322,7 +322,7 @@ def _restored(value: Any, device: torch.device | None) -> Any:
     return value
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """``value`` for a checkpoint: nested dicts if it holds objects, otherwise the same in dicts of its own."""
     if _holds_objects(value):
         return _without_none(stored_form(value))
@@ -338,14 +338,14 @@ def _holds_objects(value: object) -> bool:
     return isinstance(value, (OptimizerModule, LowBitTensor))
 
 
-def _without_none(value: Any) -> Any:
+def _without_none(value: object) -> Any:
     """Nested dicts without the entries that are None, which torch's flat form of a state refuses to hold."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return value
 
 
-def _with_none(live: object, saved: Any) -> Any:
+def _with_none(live: object, saved: object) -> Any:
     """``saved`` with the entries that `_without_none` left out of containers, where ``live`` has None.
 
     A container of plain values takes over the saved contents and length, so (0.9, None) would become (0.9,).

@@ -94,7 +94,7 @@ def storages_of(value: object) -> set[int]:
     return set().union(*(storages_of(child) for _, child in items))
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> Any:
     """A copy with tensors and containers of its own; what belongs to the process is shared."""
     if isinstance(value, Tensor):
         clone = _cloned(value)

@@ -49,7 +49,7 @@ class UpdatePlan(LoadPlan):
         self.objects.perform_last_loads()
         return report
 
-    def add(self, live: Any, loaded: Any, path: Path) -> Any:
+    def add(self, live: object, loaded: object, path: Path) -> Any:
         if isinstance(live, LowBitTensor):
             return self._add_low_bit(live, loaded, path)
         if isinstance(live, Tensor):

@@ -41,7 +41,7 @@ class Stateful:
     # names of attributes that are not state
     non_state_attributes: ClassVar[Collection[str]] = ()
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         if isinstance(cls.non_state_attributes, str):
             # `in` would find every letter and substring of it
@@ -127,7 +127,7 @@ def entries_by_key(loaded: object, live_keys: Iterable[Any]) -> dict[Any, Any] |
 _is_int = re.compile("0|-?[1-9][0-9]*").fullmatch
 
 
-def _merged(old: Any, new: Any) -> Any:
+def _merged(old: object, new: object) -> Any:
     """``new``; where both are dicts, also the entries that only ``old`` has."""
     if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
         return new

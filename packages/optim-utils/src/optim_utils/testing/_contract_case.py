@@ -46,11 +46,11 @@ class OptimizerCase:
     def __str__(self) -> str:
         return self.name
 
-    def build(self, params: Iterable[Any], **overrides: Any) -> Optimizer:
+    def build(self, params: Iterable[Any], **overrides: object) -> Optimizer:
         """The optimizer of ``params``, with the case's options and ``overrides``."""
         return self.make(list(params), **{**self.options, **overrides})
 
-    def group(self, params: Sequence[Any], **options: Any) -> dict[str, Any]:
+    def group(self, params: Sequence[Any], **options: object) -> dict[str, Any]:
         """A group dict that the optimizer takes."""
         return {**self.group_options, "params": list(params), **options}
 
@@ -58,7 +58,7 @@ class OptimizerCase:
         """The model to train; two calls give equal ones."""
         return TinyModel(self.shapes).to(device=self.device, dtype=dtype)
 
-    def pair(self, dtype: torch.dtype = torch.float32, **overrides: Any) -> tuple[TinyModel, Optimizer]:
+    def pair(self, dtype: torch.dtype = torch.float32, **overrides: object) -> tuple[TinyModel, Optimizer]:
         """A fresh model and its optimizer."""
         model = self.model(dtype)
         return model, self.build(model.parameters(), **overrides)
@@ -86,7 +86,7 @@ def _normal(shape: Sequence[int], *, seed: int, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
 
 
-def train(model: nn.Module, optimizer: Optimizer, steps: Iterable[int], **options: Any) -> None:
+def train(model: nn.Module, optimizer: Optimizer, steps: Iterable[int], **options: object) -> None:
     """Steps of zero_grad, backward, step; ``options`` go to the model."""
     for step in steps:
         optimizer.zero_grad()
@@ -102,7 +102,7 @@ def snapshot(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def with_tensors(value: object, change: Callable[[Tensor], Tensor]) -> Any:
     """``value`` with ``change`` applied to every tensor inside; containers are rebuilt, objects are their states."""
     if isinstance(value, Tensor):
         return change(value)
@@ -137,7 +137,7 @@ def assert_same(actual: Any, expected: Any, what: str) -> None:
         assert actual == expected, f"{what} is {actual!r}, expected {expected!r}"
 
 
-def _assert_same_tensor(actual: Any, expected: Tensor, what: str) -> None:
+def _assert_same_tensor(actual: object, expected: Tensor, what: str) -> None:
     assert isinstance(actual, Tensor), f"{what} is a {type(actual).__name__}, expected a tensor"
     assert actual.dtype == expected.dtype, f"{what} has dtype {actual.dtype}, expected {expected.dtype}"
     assert actual.shape == expected.shape, f"{what} has shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"

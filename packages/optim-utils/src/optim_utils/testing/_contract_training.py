@@ -171,7 +171,7 @@ def step_hooks(case: OptimizerCase) -> None:
     calls: list[str] = []
 
     def hook(name: str) -> Callable[[Optimizer, Any, Any], None]:
-        def record(caller: Optimizer, args: Any, kwargs: Any) -> None:
+        def record(caller: Optimizer, args: object, kwargs: object) -> None:
             assert caller is optimizer, f"the {name} hook got {caller!r} instead of the optimizer"
             calls.append(name)
 

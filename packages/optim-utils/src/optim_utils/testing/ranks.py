@@ -39,7 +39,7 @@ class RankFailure(AssertionError):
 def run_ranks(
     function: Callable[..., Result],
     world_size: int,
-    *args: Any,
+    *args: object,
     backend: str = "gloo",
     timeout: float = 120.0,
     environment: dict[str, str] | None = None,
