@@ -803,6 +803,27 @@ def test_a_compiled_training_step_leaves_the_optimizer_out(optimizer_class: Any)
         torch.testing.assert_close(other, eager)
 
 
+@pytest.mark.parametrize(("make", "kind"), [(TritonAdamW, {}), (TritonMuon, {}), (TritonMuonAdamW, {"kind": "muon"})])
+def test_a_compiled_function_may_make_an_optimizer(make: Any, kind: dict[str, str]) -> None:
+    """Its constructor and groups that are added are not traced; tracing lost attributes that the former sets."""
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        params = [torch.nn.Parameter(torch.ones(4, 3, device=DEVICE)) for _ in range(2)]
+
+        def train(params: Any = params) -> None:
+            optimizer = make([{**kind, "params": params[:1], "lr": 0.1}])
+            optimizer.add_param_group({**kind, "params": params[1:], "lr": 0.2})
+            (params[0] * params[1]).sum().backward()
+            optimizer.step()
+
+        (torch.compile(train, backend="eager") if compiled else train)()
+        found.append(params)
+    for eager, other in zip(*found, strict=True):
+        assert (eager != 1).all()
+        torch.testing.assert_close(other, eager)
+
+
 def test_the_compilers_capturable_is_refused_in_words_that_say_whose_it_is() -> None:
     """Where compiled code has written to a group, the compiler gives all groups ``capturable=True``."""
     torch._dynamo.reset()

@@ -55,6 +55,7 @@ from optim_kernels._optimizers.storage import MasterWeights, check_dtype, drop_o
 from optim_kernels._options import are_numbers, check_scalars
 from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_kernels.multi_tensor import is_capturing
+from optim_utils.compiling import not_compiled
 
 __all__ = ["TritonAdamW"]
 
@@ -105,6 +106,7 @@ class TritonAdamW(KnowsNorm, PrivateState, TorchAdamW):
     # missing on this machine.
     _own_options = ("state_dtype", "master_weights", "impl", "foreach", "fused")
 
+    @not_compiled
     def __init__(
         self,
         params: ParamsT,
@@ -157,6 +159,7 @@ class TritonAdamW(KnowsNorm, PrivateState, TorchAdamW):
             fused=fused,
         )
 
+    @not_compiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch; any option of the constructor may be the group's own, except the clipping."""
         self.defaults.update(self.__dict__.pop("_new_defaults", {}))

@@ -29,6 +29,7 @@ from optim_kernels._optimizers.private_state import of_its_own
 from optim_kernels._optimizers.stepping import begin_step, hooked_step
 from optim_kernels._optimizers.storage import MasterWeights
 from optim_kernels.orthogonalization import Coefficients, EpsMode, Method
+from optim_utils.compiling import not_compiled
 
 __all__ = ["VARIANTS", "TritonMuon"]
 
@@ -74,6 +75,7 @@ class TritonMuon(MuonOptimizer):
 
     _followed = "torch"  # the variant whose options stand for those not given
 
+    @not_compiled
     def __init__(
         self,
         params: Params,
@@ -146,6 +148,7 @@ class TritonMuon(MuonOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_followed": self._followed}
 
+    @not_compiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; beside options it may name a ``variant``.
 

@@ -39,6 +39,7 @@ from optim_kernels._optimizers.storage import check_dtype, drop_other_masters
 from optim_kernels._options import check_switches
 from optim_kernels.functional import adamw_
 from optim_kernels.multi_tensor import is_capturing
+from optim_utils.compiling import not_compiled
 
 __all__ = ["TritonMuonAdamW"]
 
@@ -73,6 +74,7 @@ class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
         TypeError: something else in place of a number.
     """
 
+    @not_compiled
     def __init__(
         self,
         param_groups: list[dict[str, Any]],
@@ -101,6 +103,7 @@ class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
         first = self.param_groups[0] if self.param_groups else {}
         return {key: self.defaults.get(key, first.get(key, value)) for key, value in _SHARED.items()}
 
+    @not_compiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its ``kind`` decides which options it is completed with."""
         group = completed_group(param_group, **self._shared_options())
