@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from optim_utils._dtensors import is_dtensor
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from optim_utils._dtensors import to_local as _to_local  # blocks that were pickled ask for it by this name
 
 __all__ = ["BlockInfo", "DTensorBlockInfo"]
 
@@ -121,10 +119,6 @@ def _global_indices(tensor: Tensor, dim: int) -> Tensor:
 def _refuse_partial(tensor: Tensor) -> None:
     if is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements):
         raise ValueError(f"a block's tensors must be sharded or replicated, got placements {tensor.placements}")
-
-
-def _to_local(tensor: Tensor | DTensor) -> Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def _same_values(a: Tensor, b: Tensor) -> bool:

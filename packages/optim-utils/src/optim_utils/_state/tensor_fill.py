@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from optim_utils._dtensors import is_dtensor
+from optim_utils._dtensors import is_dtensor, to_local
 
 Mismatch = Literal["type", "shape", "dtype", "device"]
 
@@ -46,7 +46,7 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 def why_unwritable(live: Tensor, loaded: Tensor) -> str | None:
     """Why ``copy_`` could not write ``loaded`` into the memory of ``live``, whose shape and dtype fit, or None."""
-    local = _local(live)
+    local = to_local(live)
     if local.is_inference() and not torch.is_inference_mode_enabled():
         return "an inference tensor, which is written in torch.inference_mode() only"
     if is_expanded(local):
@@ -98,20 +98,15 @@ def sharded_like(live: Tensor, loaded: Tensor) -> Tensor:
 
 def storage_key(tensor: Tensor) -> int:
     """Equal for tensors that share a storage (of values if compressed); unique for COO: `copy_` gives it new memory."""
-    local = _local(tensor)
+    local = to_local(tensor)
     if local.layout in _COMPRESSED:
         local = local.values()
     return local.untyped_storage()._cdata if local.layout == torch.strided else -id(tensor)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor itself."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
-
-
 def _memory_key(tensor: Tensor) -> tuple[int, ...]:
     """Equal for tensors that cover the same elements of one storage."""
-    local = _local(tensor)
+    local = to_local(tensor)
     if local.layout != torch.strided:
         return (-id(tensor),)
     return (storage_key(local), local.storage_offset(), *local.shape, *local.stride())
@@ -123,4 +118,4 @@ def _fill(live: Tensor, loaded: Tensor) -> None:
             loaded = loaded.redistribute(placements=live.placements)
         else:
             loaded = loaded.full_tensor()
-    _local(live).copy_(_local(sharded_like(live, loaded)))
+    to_local(live).copy_(to_local(sharded_like(live, loaded)))
