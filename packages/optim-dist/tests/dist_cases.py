@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,12 @@ def device_of(rank: int) -> torch.device:
     """The device that ``run_ranks`` gave this process."""
     on_cuda = dist.is_initialized() and "nccl" in dist.get_backend()
     return torch.device("cuda", rank) if on_cuda else torch.device("cpu")
+
+
+@cache
+def alone(rank: int) -> dist.ProcessGroup:
+    """The group of this rank only, for what one process does; made once, since a new group takes NCCL a while."""
+    return dist.new_group([rank], use_local_synchronization=True)
 
 
 def mesh_of(*sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:

@@ -1,9 +1,6 @@
 """A small model with an optimizer over ranks, and the batches that every rank computes for itself."""
 
-from functools import cache
-
 import torch
-import torch.distributed as dist
 from dist_cases import device_of, normal
 from torch import nn
 
@@ -39,10 +36,13 @@ def build(rank, num_layers=4, **options):
     return net, TritonDistAdamW(net.named_parameters(), model=net, **options)
 
 
-@cache
-def alone(rank):
-    """A group of this rank, for what one process does."""
-    return dist.new_group([rank], use_local_synchronization=True)
+def nothing_skipped(rank, step, micro):
+    """For ``backward``: no layer is left out."""
+
+
+def backward(net, rank, step, micro=0, skip=nothing_skipped):
+    dtype = next(net.parameters()).dtype
+    net(batch(rank, step, micro).to(dtype), skip(rank, step, micro)).backward()
 
 
 def make(net, kind="adamw", **options):

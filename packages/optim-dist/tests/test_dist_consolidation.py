@@ -1,12 +1,11 @@
 """``consolidate_state_dict``: the whole state on one rank, which saves alone; any number of ranks goes on from it."""
 
 import io
-from functools import cache
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_cases import Scenarios, device_of, mesh_of, normal
+from dist_cases import Scenarios, alone, device_of, mesh_of, normal
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -57,11 +56,6 @@ def make(kind, net, **options):
         named = [(name, p) for name, p in net.named_parameters() if p.dtype == torch.bfloat16]
         return TritonDistAdamW(named, lr=0.05, master_weights="split16", **options)
     return TritonDistMuonAdamW(groups_of(net), **options)
-
-
-@cache
-def alone(rank):
-    return dist.new_group([rank], use_local_synchronization=True)
 
 
 def give_gradients(net, step, rank):

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from dist_cases import Scenarios, device_of, mesh_of, normal, sum_in_rank_order
-from dist_loops import Net, alone, assert_same, assert_same_updates, batch, make, values
+from dist_cases import Scenarios, alone, device_of, mesh_of, normal, sum_in_rank_order
+from dist_loops import Net, assert_same, assert_same_updates, backward, make, nothing_skipped, values
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -23,22 +23,13 @@ FP32 = {"grad_dtype": torch.float32}
 scenario = Scenarios()
 
 
-def everywhere(rank, step, micro):
-    """No layer is left out."""
-
-
 def build(rank, kind="adamw", dtype=torch.bfloat16, **options):
     net = Net(device_of(rank)).to(dtype)
     options = {"reducer": "exact", "bucket_mb": 1e-4, "model": net, **FP32, **options}
     return net, make(net, kind, **options)
 
 
-def backward(net, rank, step, micro, skip=everywhere):
-    dtype = next(net.parameters()).dtype
-    net(batch(rank, step, micro).to(dtype), skip(rank, step, micro)).backward()
-
-
-def run(rank, mode="plain", steps=3, micro_batches=3, skip=everywhere, max_norm=None, **options):
+def run(rank, mode="plain", steps=3, micro_batches=3, skip=nothing_skipped, max_norm=None, **options):
     """Parameters and norms after some steps on several ranks."""
     if mode == "counted":
         options["accumulation_steps"] = micro_batches
@@ -58,7 +49,7 @@ def run(rank, mode="plain", steps=3, micro_batches=3, skip=everywhere, max_norm=
     return values(net) + norms
 
 
-def run_alone(rank, world_size, steps=3, micro_batches=3, kind="adamw", skip=everywhere, max_norm=None):
+def run_alone(rank, world_size, steps=3, micro_batches=3, kind="adamw", skip=nothing_skipped, max_norm=None):
     """The same in one process, which adds up in fp32 because its parameters were told to."""
     net = Net(device_of(rank)).bfloat16()
     optimizer = make(net, kind, process_group=alone(rank))

@@ -1,13 +1,23 @@
 """A mesh (replicate, shard) trains as a line of ranks does: the same bits, and few bytes over its slow dimension."""
 
 from contextlib import nullcontext
-from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_cases import Case, Scenarios, Tensors, assert_equal, assert_same_state, device_of, mesh_of, normal, train
+from dist_cases import (
+    Case,
+    Scenarios,
+    Tensors,
+    alone,
+    assert_equal,
+    assert_same_state,
+    device_of,
+    mesh_of,
+    normal,
+    train,
+)
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -29,11 +39,6 @@ MODEL = Case(
     ),
     ({"kind": "muon", "weight_decay": 0.1, "impl": "torch"}, {"kind": "adamw"}),
 )
-
-
-@cache
-def alone(rank):
-    return dist.new_group([rank], use_local_synchronization=True)
 
 
 def grids(world_size):

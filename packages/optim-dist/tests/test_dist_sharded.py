@@ -6,13 +6,13 @@ gradients: what differs is only where elements lie. All scenarios of a number of
 16-bit rounding falls otherwise Newton–Schulz makes more of it; one scenario says how much.
 """
 
-from functools import cache, partial
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_cases import Scenarios, device_of, mesh_of, normal
+from dist_cases import Scenarios, alone, device_of, mesh_of, normal
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,12 +29,6 @@ scenario = Scenarios()
 SHAPES = ((7, 5), (8, 8), (1, 6), (12, 5), (16, 3))
 # options that groups have, not constructors
 OF_GROUP = {"master_weights", "stochastic_rounding", "momentum_dtype"}
-
-
-@cache
-def alone(rank):
-    """The group of this rank only, made once: a new group takes NCCL a while."""
-    return dist.new_group([rank], use_local_synchronization=True)
 
 
 def muon(parameters, **options):

@@ -11,8 +11,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from dist_cases import Scenarios, device_of, normal
-from dist_loops import Net, alone, assert_same, batch, build, values
+from dist_cases import Scenarios, alone, device_of, normal
+from dist_loops import Net, assert_same, batch, build, values
 from torch import nn
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, clip_grad_norm_

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from dist_cases import Scenarios, device_of, mesh_of, normal, sum_in_rank_order
-from dist_loops import Net, alone, assert_same, assert_same_updates, batch, make, values
+from dist_cases import Scenarios, alone, device_of, mesh_of, normal, sum_in_rank_order
+from dist_loops import Net, assert_same, assert_same_updates, backward, batch, make, nothing_skipped, values
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -22,21 +22,12 @@ from optim_utils.testing import run_ranks
 scenario = Scenarios()
 
 
-def nothing_skipped(rank, step, micro):
-    return None
-
-
 def build(rank, kind="adamw", dtype=torch.float32, **options):
     net = Net(device_of(rank)).to(dtype)
     options = {"gradients": "streamed", "accumulation_steps": 1, "reducer": "exact", "bucket_mb": 1e-4, **options}
     if options["gradients"] is None:
         del options["gradients"]
     return net, make(net, kind, **{"model": net, **options})
-
-
-def backward(net, rank, step, micro=0, skip=nothing_skipped):
-    dtype = next(net.parameters()).dtype
-    net(batch(rank, step, micro).to(dtype), skip(rank, step, micro)).backward()
 
 
 def run(rank, steps=(0, 1, 2), micro_batches=1, skip=nothing_skipped, before=lambda net, step: None, **options):
