@@ -3,6 +3,7 @@
 import itertools
 import math
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
@@ -379,11 +380,7 @@ def run_average(beta: float, steps: int, store: object, start: float = 0.25, con
 
 
 def test_average_stalls_by_nearest_and_not_stochastically() -> None:
-    bits = torch.Generator().manual_seed(1)
-
-    def stochastic(x: Tensor) -> Tensor:
-        return stochastic_round(x, torch.bfloat16, generator=bits)
-
+    stochastic = partial(stochastic_round, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1))
     exact = run_average(0.99, 1000, lambda x: x)
     assert abs(run_average(0.99, 1000, stochastic) - exact) <= 0.005
     assert run_average(0.99, 1000, lambda x: x.bfloat16()) - exact > 0.02
@@ -392,11 +389,7 @@ def test_average_stalls_by_nearest_and_not_stochastically() -> None:
 
 @pytest.mark.slow
 def test_average_figures_of_ten_thousand_steps() -> None:
-    bits = torch.Generator().manual_seed(1)
-
-    def stochastic(x: Tensor) -> Tensor:
-        return stochastic_round(x, torch.bfloat16, generator=bits)
-
+    stochastic = partial(stochastic_round, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1))
     exact = run_average(0.999, 10_000, lambda x: x)
     assert exact == pytest.approx(1.0, abs=0.003)  # the standard deviation of this mean is 5e-4
     assert abs(run_average(0.999, 10_000, stochastic) - exact) <= 0.005

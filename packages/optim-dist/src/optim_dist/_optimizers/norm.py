@@ -35,9 +35,7 @@ def check_norm_type(norm_type: float, is_exact: bool) -> None:
         raise ValueError(f"with order='tree' norm_type must be 2, inf or 0, whose sums are exact, got {norm_type}")
 
 
-def norm_over_ranks(
-    parts: Sequence[Part], norm_type: float, communicator: Communicator, *, is_exact: bool = False
-) -> Tensor:
+def norm_over_ranks(parts: Sequence[Part], norm_type: float, communicator: Communicator, *, is_exact: bool) -> Tensor:
     """The norm of all parts of all ranks together: 0-dim, fp64. Collective."""
     if is_exact and norm_type == 2:
         return combine_norms([_times(_exact_norm(some, communicator), factor) for some, factor in parts], norm_type)

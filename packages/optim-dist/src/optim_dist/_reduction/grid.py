@@ -30,8 +30,8 @@ class GridCommunicator(Communicator):
         self,
         mesh: DeviceMesh,
         device: torch.device,
-        timeout: float | None = None,
-        duplicate_of: Communicator | None = None,
+        timeout: float | None,
+        duplicate_of: Communicator | None,
     ) -> None:
         self._all_ranks = Communicator(_group_of(mesh, device), device, timeout, duplicate_of)
         super().__init__(self._all_ranks.group, device)

@@ -223,7 +223,7 @@ class PeerCommunicator(Communicator):
     """Ranks of one host that move buckets without the process group; arguments as of ``Communicator``."""
 
     def __init__(
-        self, group: torch.distributed.ProcessGroup | None, device: torch.device, timeout: float | None = None
+        self, group: torch.distributed.ProcessGroup | None, device: torch.device, timeout: float | None
     ) -> None:
         super().__init__(group, device, timeout)
         self._memory: PeerMemory | None = None  # None while ranks check whether they can share memory

@@ -47,7 +47,7 @@ class StreamedReduction(Reduction):
         accumulation_steps: int,
         ranks: Sequence[int],
         sums_dtype: Callable[[BucketPlan], torch.dtype],
-        in_pairs: bool = False,
+        in_pairs: bool,
     ) -> None:
         super().__init__(accumulation_steps, ranks, knows_last_pass=True, by_copies=False)
         self.buckets: list[StreamedBucket] = []

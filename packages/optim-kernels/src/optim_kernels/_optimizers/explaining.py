@@ -22,7 +22,7 @@ def launches_line(count: int) -> str:
     return f"{count} launch{'es' * (count != 1)} a step"
 
 
-def text_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, footer: Sequence[str] = ()) -> str:
+def text_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, footer: Sequence[str]) -> str:
     """An aligned plain-text table, one line a row, then the lines of ``footer``."""
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]

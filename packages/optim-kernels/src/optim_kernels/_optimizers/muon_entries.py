@@ -183,9 +183,9 @@ def step_entries(
     group: Mapping[str, Any],
     entries: Sequence[MuonEntry],
     *,
-    clip_factor: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    clip_factor: Tensor | None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
 ) -> None:
     """One Muon step on ``entries`` by `functional.muon_`."""
     if not entries or (found_inf is not None and bool(found_inf.item())):

@@ -96,7 +96,7 @@ def families_of(
     device: torch.device,
     *,
     stores_last: bool,
-    tiles: Tiles = "auto",
+    tiles: Tiles,
     memory: Memory = torch.zeros,
 ) -> tuple[list[Family], list[ChainedBatches]]:
     """The families of ordered matrices, and those batches that make chains, with their buffers.

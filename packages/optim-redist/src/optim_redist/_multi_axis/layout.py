@@ -16,7 +16,7 @@ def to_layout(dist: MultiAxisDist) -> Layout:
     return Layout(Mesh(dist.processorMesh), dims)
 
 
-def from_layout(layout: Layout, shape: Sequence[int] | None = None) -> MultiAxisDist:
+def from_layout(layout: Layout, shape: Sequence[int] | None) -> MultiAxisDist:
     """The multi-axis distribution with the ownership of ``layout``; ``shape`` is needed for all kinds but ``Cyclic``.
 
     Raises:

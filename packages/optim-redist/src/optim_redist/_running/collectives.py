@@ -128,7 +128,7 @@ class Team:
         received_splits: list[int],
         sent_splits: list[int],
         *,
-        async_op: bool = False,
+        async_op: bool,
     ) -> Waitable | None:
         """One all-to-all of a whole team's dense buffers; how many rows of them are of each member, in group order."""
         return dist.all_to_all_single(received, sent, received_splits, sent_splits, group=self.group, async_op=async_op)
@@ -148,7 +148,7 @@ class Team:
         outgoing: Mapping[int, Tensor],
         device: torch.device,
         *,
-        async_op: bool = False,
+        async_op: bool,
     ) -> Waitable | None:
         """One all-to-all with a buffer for each peer, anywhere in memory; peers not named exchange nothing.
 

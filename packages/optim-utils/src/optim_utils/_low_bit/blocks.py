@@ -126,7 +126,7 @@ def _unpack(packed: Tensor, length: int) -> Tensor:
     return ((packed.to(torch.int32)[:, :, None] >> shifts) & 0xF).flatten(1)[:, :length]
 
 
-def encode_blocks(x: Tensor, fmt: LowBitFormat, *, uniform: Tensor | None = None) -> Blocks:
+def encode_blocks(x: Tensor, fmt: LowBitFormat, *, uniform: Tensor | None) -> Blocks:
     """The codes, scales and offsets of x.
 
     Args:

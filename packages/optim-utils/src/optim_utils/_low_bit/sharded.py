@@ -21,7 +21,7 @@ from optim_utils._philox import Word, philox_words, random_bits
 __all__ = ["decode_sharded", "encode_sharded", "local_shape", "random_bits_of_part"]
 
 
-def encode_sharded(x: DTensor, fmt: LowBitFormat, *, uniform: Tensor | None = None) -> Blocks:
+def encode_sharded(x: DTensor, fmt: LowBitFormat, *, uniform: Tensor | None) -> Blocks:
     """The blocks of the DTensor x, as DTensors; ``uniform`` is for this rank's part, see ``encode_blocks``."""
     _check_shards(x, fmt)
     blocks = encode_blocks(x.to_local(), fmt, uniform=uniform)
