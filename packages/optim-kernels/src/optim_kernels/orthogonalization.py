@@ -213,7 +213,8 @@ def _gains_by_batches(x: Tensor, values: Values, impl: Impl) -> bool:
     return plan.is_small(x.shape, config_of(*values))
 
 
-# Plans keyed by the kind of matrix (shape, strides, dtype, device, alignment, options), the latest used last.
+# Plans keyed by the kind of matrix (shape, strides, dtype, device, alignment, options), the latest used last; the most
+# that are kept.
 _plans: OrderedDict[Any, Callable[[Tensor], Tensor]] = OrderedDict()
 NUM_PLANS = 256
 

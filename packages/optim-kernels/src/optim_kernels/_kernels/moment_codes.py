@@ -21,6 +21,7 @@ from optim_kernels._kernels.approximations import known_again, power_approx, rcp
 from optim_kernels._kernels.moment_scales import FIRST_PEAK, FP32_MAX, SECOND_PEAK
 from optim_kernels._triton import INTERPRETED, div_rn, tl, triton
 
+# A block whose largest magnitude is below the first is multiplied by the second before anything is divided by that.
 _SMALL = tl.constexpr(2.0**-80)
 _RAISE = tl.constexpr(2.0**100)
 # Times 2**116 it is less than half a unit of the sum of roots, which drops it; times 2**126 it is 256 units.

@@ -33,6 +33,7 @@ from optim_kernels._kernels.muon_tiles import factor_tile, load_x, tile_of
 from optim_kernels._kernels.product import multiply_tile, rectangle_tile
 from optim_kernels._triton import div_rn, narrow, sqrt_rn, tl, triton
 
+# Parts of a line's sum of squares that are loaded at a time.
 _PARTS_AT_A_TIME = tl.constexpr(8)
 
 
