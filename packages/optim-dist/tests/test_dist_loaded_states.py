@@ -6,6 +6,7 @@ what is loaded; other forms of the state know nothing of them.
 
 import copy
 import tempfile
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint
 from optim_utils import attach_state_dict_hooks
+from optim_utils.param_groups import MatrixView
 
 scenario = Scenarios()
 ROWS, TWICE = [Replicate(), Shard(0)], [Shard(0), Replicate()]
@@ -37,6 +39,14 @@ OF_GROUPS = {
     "betas": ((0.9,), r"betas must be a pair, got \(0\.9,\)"),
     "maximize": ("no", "maximize must be True or False, got 'no'"),
 }
+# views of what was saved without, and whether its second moments fit
+SPLIT_SINCE = [
+    (MatrixView(shape=(24, 16), split=(16, 4, 4)), False),
+    (MatrixView(shape=(8, 24), split=(8, 8, 8), split_dim=-1), False),  # as many, but of rows
+    (MatrixView(shape=(8, 24), split=(8, 8, 8), split_dim=-1, transposed=True), True),
+    (MatrixView(shape=(24, 8), split=(8, 8, 8)), True),
+    (MatrixView(shape=(24, 16), transposed=True), True),
+]
 CLASSES = {
     "AdamW": lambda p: TritonDistAdamW([("w", p)]),
     "Muon": lambda p: TritonDistMuon([("w", p)]),
@@ -124,6 +134,51 @@ def what_no_step_can_go_on_with_is_refused(rank, world_size):
             full["param_groups"][0][key] = value
             check_refused(full, f"group 0 cannot be taken over: {message}")
         optimizer.load_full_state_dict(before[0])
+
+
+@scenario(1, 2)
+def second_moments_of_other_matrices_are_refused(rank, world_size):
+    """Groups without views do not tell how their matrices were read, and the owner's step alone would fail."""
+
+    def build(shape, **options):
+        # two of them, so that each of two ranks owns one
+        pairs = [(name, nn.Parameter(normal(shape, 1).to(device_of(rank)))) for name in "wu"]
+        return TritonDistMuonAdamW([{"kind": "muon", "params": pairs, **options}])
+
+    def step(optimizer):
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        for number, (view, fits) in enumerate(SPLIT_SINCE):
+            saved, optimizer = build(view.shape), build(view.shape, views=[view, view])
+            step(saved)
+            full = [saved.full_state_dict()]
+            dist.broadcast_object_list(full)
+            path = checkpoint.save(Path(folder[0], str(number)), None, saved)
+            loads = partial(optimizer.load_full_state_dict, full[0]), partial(checkpoint.load, path, None, optimizer)
+            for load in loads:
+                if fits:
+                    load()
+                    continue
+                refusal = r"second_momentum_buffer of w has shape .* saved with other views"
+                with pytest.raises((ValueError, checkpoint.CheckpointError), match=refusal):
+                    load()
+                assert not any(optimizer.kept_state(shard) for shard in optimizer.shards())
+            step(optimizer)
+            optimizer.close()
+
+
+@scenario(1, 2)
+def states_that_are_no_dicts_are_refused(rank, world_size):
+    optimizer = CLASSES["AdamW"](nn.Parameter(torch.ones(3, device=device_of(rank))))
+    groups = [{"lr": 0.1, "params": [0]}]
+    with pytest.raises(ValueError, match=r"the loaded state of w must be a dict, got \[\]"):
+        optimizer.load_full_state_dict({"state": {0: []}, "param_groups": groups})
 
 
 def equal_state(optimizer, other):

@@ -19,6 +19,7 @@ from optim_dist._checkpoint.rows import Part, row_pieces, to_rows
 from optim_dist._checkpoint.staging import ToHost
 from optim_dist._optimizers.layouts import local
 from optim_dist._optimizers.live import LiveOptimizer
+from optim_dist._optimizers.loaded_state import SECOND_MOMENT, misfit_of_moment
 from optim_dist._optimizers.shards import Shard
 from optim_dist._optimizers.states import dense_stride, in_memory_order, packed_groups, stamped, without_hooks
 from optim_dist.plan import ParameterSpec, Piece, dtype_name
@@ -178,6 +179,14 @@ def compare_groups(
     ]
     faults = [optimizer.group_fault(number, theirs) for number, theirs in enumerate(map(with_dtypes, saved))]
     return problems + [f"group {number} {fault}" for number, fault in enumerate(faults) if fault]
+
+
+def compare_moments(saved: Sequence[SavedParameter], optimizer: LiveOptimizer, specs: list[ParameterSpec]) -> list[str]:
+    """Which saved second moments of Muon are not those of this optimizer's matrices."""
+    moments = {entry.name: entry.state[SECOND_MOMENT] for entry in saved if SECOND_MOMENT in entry.state}
+    pairs = [(spec, entry) for spec, entry in zip(specs, optimizer.entries) if entry.route == "muon"]
+    faults = [misfit_of_moment(moments[spec.name].shape, entry) for spec, entry in pairs if spec.name in moments]
+    return [f"{fault}; build the optimizer with those" for fault in faults if fault]
 
 
 def load_groups(optimizer: LiveOptimizer, saved: list[dict[str, Any]]) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from optim_dist._checkpoint import background
 from optim_dist._checkpoint import manifest as manifests
 from optim_dist._checkpoint.codes import decode_where_cut
-from optim_dist._checkpoint.contents import compare_groups, load_groups, named_specs, pieces_of
+from optim_dist._checkpoint.contents import compare_groups, compare_moments, load_groups, named_specs, pieces_of
 from optim_dist._checkpoint.faults import Problems
 from optim_dist._checkpoint.manifest import CheckpointError, Manifest, SavedParameter
 from optim_dist._checkpoint.reshard import ROOM, exchange, in_batches, streams
@@ -140,6 +140,8 @@ def _read_all(
         # checkpoints of version 0.3 have no members
         members = {saved_names.get(name, name): group for name, group in common.get("members", {}).items()}
         found += compare_groups(common["groups"], members, opt, specs)
+    if not found:
+        found += compare_moments(manifest.parameters, opt, specs)
     files: dict[int, dict[str, dict[str, Any]]] = {}
     for saved_rank in (number for number, reader in enumerate(surveyed.readers) if reader == communicator.rank):
         # mapped, not read into memory, which may have room only for this rank's part

@@ -5,9 +5,10 @@ Everything is checked before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from math import prod
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard
 from optim_dist._optimizers.states import make_codes_numbers, numbers_in_groups
 from optim_dist.plan import Plan, RouteName
+from optim_kernels.functional import new_second_moment
 from optim_kernels.states import ELEMENTWISE_KEYS, check_loaded, with_dtypes
 from optim_utils.param_groups import MatrixView
 
@@ -30,7 +32,8 @@ NEEDED_KEYS: Mapping[RouteName, tuple[str, ...]] = {
     "muon": ("momentum_buffer",),
 }
 # state keys of tensors
-_NUMBERS = (*ELEMENTWISE_KEYS, "second_momentum_buffer")
+SECOND_MOMENT = "second_momentum_buffer"
+_NUMBERS = (*ELEMENTWISE_KEYS, SECOND_MOMENT)
 _UPDATE_NAMES: Mapping[RouteName, str] = {"adamw": "AdamW", "muon": "Muon"}
 
 # options of a group that stay those of the optimizer that loads: a loaded state is converted to its formats
@@ -69,7 +72,8 @@ def check_states(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> None:
         state = state_dict["state"].get(saved_ids[place], {}) if place < len(saved_ids) else {}
         is_cut = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
         is_in_parts = not is_cut and optimizer.communicator.world_size > 1
-        if fault := _lacking(state, entry) if is_in_parts else unusable(state, entry):
+        fault = _lacking(state, entry) or _misshapen_moment(state, entry) if is_in_parts else unusable(state, entry)
+        if fault:
             raise ValueError(fault)
         if is_in_parts:
             continue
@@ -92,7 +96,33 @@ def unusable(state: Mapping[str, Any], entry: Entry) -> str:
         check_loaded(state, entry.parameter, _NUMBERS, entry.name)
     except ValueError as error:
         return str(error)
-    return _lacking(state, entry)
+    return _lacking(state, entry) or _misshapen_moment(state, entry)
+
+
+def misfit_of_moment(shape: Sequence[int], entry: Entry) -> str:
+    """Why a saved second moment of this shape cannot be that of the entry's matrices; empty if it can.
+
+    Muon's has a value for each row of a matrix r × c with r >= c, and else for each column. Groups that were saved
+    without views do not tell how their matrices were read, but what is of columns there must be of columns here.
+    """
+    view = entry.view or MatrixView.identity(entry.parameter.shape)
+    wanted = new_second_moment(torch.empty(view.shape, device="meta"), view).shape
+    are_columns = len(shape) > 1 and shape[-1] != 1
+    columns_here = {(r < c) != view.transposed for *_, r, c in view.shapes}  # as the parameter is stored
+    if tuple(shape) == wanted or (prod(shape) == wanted.numel() and columns_here == {are_columns}):
+        return ""
+    return (
+        f"{SECOND_MOMENT} of {entry.name} has shape {tuple(shape)}, but its matrices {view.describe()} need "
+        f"{tuple(wanted)}: it was saved with other views of its matrices"
+    )
+
+
+def _misshapen_moment(state: Mapping[str, Any], entry: Entry) -> str:
+    moment = state.get(SECOND_MOMENT)
+    if entry.route != "muon" or not isinstance(moment, Tensor):
+        return ""
+    fault = misfit_of_moment(moment.shape, entry)
+    return fault and f"the loaded {fault}; build the optimizer with those, or delete it from the state to start anew"
 
 
 def check_kept(state: Mapping[str, Any], shard: Shard, route: RouteName) -> None:

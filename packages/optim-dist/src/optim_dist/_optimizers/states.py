@@ -7,7 +7,7 @@ A rank's ``state_dict()`` has torch's form; over several ranks its tensors are t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -88,6 +88,7 @@ def as_numbers(value: object) -> Any:
 def make_codes_numbers(state_dict: dict[str, Any]) -> None:
     """Replace 8-bit moments by the fp32 numbers they stand for; ``init_state`` makes the same codes of these."""
     state_dict["state"] = {
-        number: {key: as_numbers(value) for key, value in state.items()}
+        # what is no dict is refused by its parameter's name later
+        number: {key: as_numbers(value) for key, value in state.items()} if isinstance(state, Mapping) else state
         for number, state in state_dict["state"].items()
     }
