@@ -4,6 +4,7 @@ import copy
 from datetime import timedelta
 from functools import partial
 from itertools import product
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -12,7 +13,15 @@ from dist_cases import BACKENDS, device_of, mesh_of, normal, world_sizes
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint, clip_grad_norm_
+from optim_dist import (
+    CommonOptions,
+    Options,
+    TritonDistAdamW,
+    TritonDistMuon,
+    TritonDistMuonAdamW,
+    checkpoint,
+    clip_grad_norm_,
+)
 from optim_kernels import TritonAdamW, TritonMuon
 from optim_utils.low_bit import LowBitTensor
 from optim_utils.testing import run_ranks
@@ -442,6 +451,10 @@ def other_adamw_storage(rank, world_size):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_adamws_groups_may_store_their_state_otherwise_from_some_step_on(backend):
     run_ranks(other_adamw_storage, 2, backend=backend)
+
+
+def test_checkers_of_types_know_the_options_that_there_are():
+    assert list(get_type_hints(CommonOptions).items()) == list(get_type_hints(Options).items())
 
 
 @pytest.mark.parametrize(("options", "message"), [

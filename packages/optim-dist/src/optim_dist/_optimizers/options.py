@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from numbers import Integral
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,12 @@ from optim_dist.plan import DTYPES, BucketPlan
 from optim_dist.planning import check_positive
 from optim_kernels.muon_groups import MuonPlanner, Tiles, Workspace, workspace_for
 
-REDUCERS = ("rs", "exact")
-ORDERS = ("rank", "tree")
-SYNC = ("broadcast", "check")
-GRADIENTS = ("resident", "streamed")
-TRANSPORTS = ("backend", "symm")
+Gradients = Literal["resident", "streamed"]
+Reducer = Literal["rs", "exact"]
+Order = Literal["rank", "tree"]
+SyncParams = Literal["broadcast", "check"]
+Transport = Literal["backend", "symm"]
+
 # Gradients exist for only a few buckets at a time; smaller buckets than the default save memory.
 STREAMED_BUCKET_MB = 64
 # Newton–Schulz leaves these to NCCL. On two H100s 16 serve NCCL as well as 24, and cost Newton–Schulz .4 to 2 %.
@@ -38,10 +39,10 @@ class CommonOptions(TypedDict, total=False):
     model: torch.nn.Module | None
     mesh: DeviceMesh | None
     process_group: dist.ProcessGroup | None
-    gradients: Literal["resident", "streamed"]
+    gradients: Gradients
     grad_dtype: torch.dtype | None
-    reducer: Literal["rs", "exact"]
-    order: Literal["rank", "tree"]
+    reducer: Reducer
+    order: Order
     reduce_dtype: torch.dtype | None
     reduced_dtype: torch.dtype | None
     average: bool
@@ -51,9 +52,9 @@ class CommonOptions(TypedDict, total=False):
     ns_workspace_mb: float | None
     max_norm: float | None
     skip_nonfinite: bool
-    sync_params: Literal["broadcast", "check"]
+    sync_params: SyncParams
     deterministic: bool
-    transport: Literal["backend", "symm"]
+    transport: Transport
     timeout: float | None
     debug: bool
 
@@ -115,10 +116,10 @@ class Options:
     model: torch.nn.Module | None = None
     mesh: DeviceMesh | None = None
     process_group: dist.ProcessGroup | None = None
-    gradients: str = "resident"
+    gradients: Gradients = "resident"
     grad_dtype: torch.dtype | None = None
-    reducer: str = "rs"
-    order: str = "rank"
+    reducer: Reducer = "rs"
+    order: Order = "rank"
     reduce_dtype: torch.dtype | None = None
     reduced_dtype: torch.dtype | None = None
     average: bool = True
@@ -128,19 +129,19 @@ class Options:
     ns_workspace_mb: float | None = 512
     max_norm: float | None = None
     skip_nonfinite: bool = False
-    sync_params: str = "broadcast"
+    sync_params: SyncParams = "broadcast"
     deterministic: bool = False
-    transport: str = "backend"
+    transport: Transport = "backend"
     timeout: float | None = None
     debug: bool = False
 
     def __post_init__(self) -> None:
         self._check_values()
-        _check_choice("gradients", self.gradients, GRADIENTS)
-        _check_choice("reducer", self.reducer, REDUCERS)
-        _check_choice("order", self.order, ORDERS)
-        _check_choice("sync_params", self.sync_params, SYNC)
-        _check_choice("transport", self.transport, TRANSPORTS)
+        _check_choice("gradients", self.gradients, get_args(Gradients))
+        _check_choice("reducer", self.reducer, get_args(Reducer))
+        _check_choice("order", self.order, get_args(Order))
+        _check_choice("sync_params", self.sync_params, get_args(SyncParams))
+        _check_choice("transport", self.transport, get_args(Transport))
         if self.transport == "symm":
             object.__setattr__(self, "reducer", "exact")
         if self.mesh is not None and self.process_group is not None:
