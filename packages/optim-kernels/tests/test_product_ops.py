@@ -235,6 +235,60 @@ def test_products_are_launched_on_their_device(monkeypatch: pytest.MonkeyPatch) 
     assert launched_in == [1]
 
 
+def plain(a: Any, b: Any, c: Any, alpha: Any, beta: Any) -> torch.Tensor:
+    return alpha * (a @ b) + beta * c
+
+
+def added(a: Any, b: Any, c: Any, alpha: Any, beta: Any) -> torch.Tensor:
+    return mk.matmul_add(a, b, c=c, alpha=alpha, beta=beta)
+
+
+# along which dimension calls differ
+@pytest.mark.parametrize("in_dims", [(0, 0, 0, 0, 0), (0, None, 0, None, None), (None, None, None, 0, None)], ids=str)
+def test_products_under_torch_func(in_dims: Any) -> None:
+    """Values and derivatives of both orders, by ``vmap`` of derivatives and by derivatives of ``vmap``."""
+    shapes = [(4, 5), (5, 6), (4, 6), (), ()]
+    each = [
+        torch.randn((*([] if dim is None else [3]), *shape), dtype=torch.float64, device=DEVICE)
+        for shape, dim in zip(shapes, in_dims)
+    ]
+    every = tuple(range(5))
+    found, expected = [
+        (
+            batched(*each),
+            torch.vmap(torch.func.grad(lambda *x, f=f: f(*x).pow(3).sum(), every), in_dims)(*each),
+            torch.func.grad(lambda *x, f=batched: f(*x).pow(3).sum(), every)(*each),
+            torch.func.jacrev(torch.func.grad(lambda *x, f=batched: f(*x).pow(3).sum()), every)(*each),
+            torch.compile(batched, backend="eager", fullgraph=True)(*each),
+        )
+        for f in (added, plain)
+        for batched in [torch.vmap(f, in_dims)]
+    ]
+    torch.testing.assert_close(found, expected)
+
+
+def test_symmetric_products_under_torch_func() -> None:
+    x = torch.randn(3, 4, 5, dtype=torch.float64, device=DEVICE)
+    each = torch.vmap(torch.func.grad(lambda x: mk.gram(x, alpha=0.5).pow(2).sum()))
+    torch.testing.assert_close(each(x), torch.func.grad(lambda x: (0.5 * x @ x.mT).pow(2).sum())(x))
+    symmetric = x @ x.mT
+    products = torch.vmap(lambda a, alpha: mk.symmetric_matmul(a, a, c=a, alpha=alpha, beta=2.0))
+    alphas = torch.tensor([1.0, -0.5, 0.0], dtype=torch.float64, device=DEVICE)
+    for a in (symmetric, symmetric.half()):
+        found, wide = products(a, alphas), a.double()
+        assert found.dtype == a.dtype
+        expected = (alphas[:, None, None] * wide @ wide + 2 * wide).to(a.dtype)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("function", [mk.gram, newton_schulz])
+def test_forward_mode_is_refused_in_words_wherever_it_is_met(function: Any) -> None:
+    x = torch.randn(3, 4, device=DEVICE)
+    for transform in (torch.func.jacfwd, torch.func.hessian):
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            transform(lambda x: function(x).square().sum())(x)
+
+
 def test_registration() -> None:
     torch.library.opcheck(_product, (torch.randn(2, 3), torch.randn(3, 4), None, None, None, 1.0, 0.0, False))
 

@@ -40,7 +40,7 @@ from optim_kernels._newton_schulz.config import (
     hashable,
     restart_steps,
 )
-from optim_kernels._newton_schulz.direct_calls import can_compute_directly, is_transformed
+from optim_kernels._newton_schulz.direct_calls import NO_TANGENTS, can_compute_directly, is_transformed
 from optim_kernels._newton_schulz.iterations import TorchProducts, iterate, normalize, without_autocast
 from optim_kernels._newton_schulz.outputs import checked_out
 from optim_kernels.reference.newton_schulz import frobenius_norm
@@ -348,6 +348,10 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def vmap(_: object, in_dims: tuple[int, None, None], x: Tensor, config: NSConfig, impl: Impl) -> tuple[Tensor, int]:
         return _Transformed.apply(x.movedim(in_dims[0], 0), config, impl), 0
+
+    @staticmethod
+    def jvp(*_: Any) -> Any:
+        raise NotImplementedError(NO_TANGENTS)
 
 
 def newton_schulz_backward(x: Tensor, grad: Tensor, config: NSConfig) -> Tensor:

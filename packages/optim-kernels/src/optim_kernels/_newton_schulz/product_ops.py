@@ -10,7 +10,7 @@ alpha and beta are numbers, or 0-d tensors that are read on the device. On Hoppe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any, Literal
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._impl import use_triton, why_not_products
-from optim_kernels._newton_schulz.direct_calls import can_compute_directly
+from optim_kernels._newton_schulz.direct_calls import NO_TANGENTS, can_compute_directly, is_transformed
 from optim_kernels._newton_schulz.iterations import TorchProducts, without_autocast
 from optim_kernels._newton_schulz.outputs import checked_out
 from optim_kernels._options import check_scalars
@@ -106,15 +106,63 @@ def _inner(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
 _product.register_autograd(_backward, setup_context=_save)
 
 
+def _batched(
+    operator: Callable[..., Tensor], size: int, dims: Sequence[int | None], inputs: Sequence[Any]
+) -> tuple[Tensor, int]:
+    """The ``operator`` for ``size`` calls at once, which differ along these dimensions of the tensors among inputs."""
+    *tensors, alpha, beta, symmetric = inputs
+    moved: list[Any] = [
+        x if x is None else x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+        for x, dim in zip(tensors, dims)
+    ]
+    a, b, c, alphas, betas = moved
+    if dims[3] is None and dims[4] is None:
+        return operator(a, b, c, *tensors[3:], alpha, beta, symmetric), 0
+    # calls have factors of their own, of which the operator has one for all matrices
+    wide = torch.promote_types(a.dtype, torch.float32)
+    product = operator(a.to(wide), b.to(wide), None, None, None, 1.0, 0.0, symmetric)
+    shape = (size, *[1] * (a.ndim - 1))
+    product = (alpha if alphas is None else alphas.reshape(shape)) * product
+    if c is not None:
+        product = product + (beta if betas is None else betas.reshape(shape)) * c.to(wide)
+    return product.to(a.dtype), 0
+
+
+@_product.register_vmap
+def _(info: Any, in_dims: Sequence[int | None], *inputs: Any) -> tuple[Tensor, int]:
+    return _batched(_product, info.batch_size, in_dims, inputs)
+
+
+class _Transformed(torch.autograd.Function):
+    """The operator for the transforms of ``torch.func``, which cannot differentiate operators of ``torch.library``."""
+
+    setup_context, backward = staticmethod(_save), staticmethod(_backward)
+
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return _product(*inputs)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *inputs: Any) -> tuple[Tensor, int]:
+        return _batched(_Transformed.apply, info.batch_size, in_dims, inputs)
+
+    @staticmethod
+    def jvp(*_: Any) -> Any:
+        raise NotImplementedError(NO_TANGENTS)
+
+
 def _multiplied(a: Tensor, b: Tensor, c: Tensor | None, alpha: Number, beta: Number, symmetric: bool) -> Tensor:
     """`_multiply`, through the operator where autograd or tracing has to see it."""
     if not (isinstance(alpha, float) and isinstance(beta, float)):
         alpha, beta = _checked_factor("alpha", alpha, a), _checked_factor("beta", beta, a)
     alpha_tensor, beta_tensor = (x if isinstance(x, Tensor) else None for x in (alpha, beta))
-    if can_compute_directly(a, b, c, alpha_tensor, beta_tensor):
+    tensors = (a, b, c, alpha_tensor, beta_tensor)
+    is_at_once = can_compute_directly(*tensors)
+    transforms = is_transformed(*tensors)
+    if is_at_once and not transforms:
         return _multiply(a, b, c, alpha, beta, symmetric)
     numbers = (0.0 if isinstance(x, Tensor) else float(x) for x in (alpha, beta))
-    result: Tensor = _product(a, b, c, alpha_tensor, beta_tensor, *numbers, symmetric)
+    result: Tensor = (_Transformed.apply if transforms else _product)(*tensors, *numbers, symmetric)
     return result
 
 
