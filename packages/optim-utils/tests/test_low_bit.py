@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -468,6 +469,10 @@ def test_formats_are_checked() -> None:
     assert {name for name, fmt in PRESETS.items() if fmt.companding == "sqrt"} == {"MOMENT8", "OCTAL_MOMENT8"}
     with pytest.raises(ValueError, match="no 4-bit code 'dynamic'"):
         DYNAMIC8.with_(bits=4)
+    # equal to 8, but a checkpoint would hold what a load refuses
+    for bits in (8.0, np.int64(8), [8], None):
+        with pytest.raises(ValueError, match="bits must be an int, 4 or 8, got "):
+            INT8.with_(bits=bits)
     with pytest.raises(ValueError, match="even"):
         INT4.with_(block_size=3)
     with pytest.raises(ValueError, match="block_size"):
@@ -496,6 +501,9 @@ def test_what_is_no_format_is_refused(fmt: object) -> None:
 def test_a_low_bit_tensor_passes_for_no_other_dtype_than_its_plain_form_knows(dtype: torch.dtype) -> None:
     with pytest.raises(TypeError, match=f"one of .* got {dtype}"):
         quantize(torch.randn(4), INT8, dtype=dtype)
+    for no_dtype in (0, torch.zeros(2)):
+        with pytest.raises(TypeError, match="the dtype of a LowBitTensor has to be one of"):
+            quantize(torch.randn(4), INT8, dtype=no_dtype)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=f"one of .* got {dtype}"):
         LowBitTensor(torch.zeros(3, dtype=torch.uint8), torch.zeros(1), None, INT8, (3,), dtype)
 

@@ -33,6 +33,7 @@ from optim_utils.low_bit import (
     dequantize,
     from_plain,
     quantize,
+    quantize_into,
     rebuild_low_bit_tensor,
     to_plain,
 )
@@ -227,6 +228,47 @@ def test_copies_of_parameters_are_parameters(is_parameter: bool, requires_grad: 
         assert (twin.requires_grad, twin.is_leaf) == (requires_grad, True)
         assert same_bits(twin, q)
         assert storage(twin.codes) != storage(q.codes)
+
+
+@every_format
+def test_a_copy_of_several_tensors_shares_what_the_originals_share(fmt: LowBitFormat) -> None:
+    whole = example(fmt, 24, 8)
+    of_all = {"whole": whole, "part": whole[8:16], "codes": whole.codes, "again": whole}
+    twins = copy.deepcopy(of_all)
+    assert twins["again"] is twins["whole"]
+    assert storage(twins["whole"].codes) != storage(whole.codes)
+    twins["part"].copy_(torch.zeros(8, 8))
+    expected = dequantize(whole)
+    expected[8:16] = 0
+    assert torch.equal(dequantize(twins["whole"]), expected)
+    assert torch.equal(twins["codes"], twins["whole"].codes)
+
+
+def test_copies_and_files_keep_what_others_have_set() -> None:
+    q = example(INT8)
+    q.label, q.owner = {"role": "moment"}, q  # type: ignore[attr-defined]
+    twin = copy.deepcopy(q)
+    assert twin.label == {"role": "moment"}
+    assert twin.label is not q.label  # type: ignore[attr-defined]
+    assert twin.owner is twin
+    del q.owner
+    file = io.BytesIO()
+    torch.save(q, file)
+    file.seek(0)
+    for other in (copy.copy(q), pickle.loads(pickle.dumps(q)), torch.load(file, weights_only=True)):
+        assert other.label == {"role": "moment"}
+        assert same_bits(other, q)
+
+
+def test_parts_on_two_devices_and_shapes_that_are_none_are_refused() -> None:
+    q = example(INT8)
+    with pytest.raises(ValueError, match=r"scale must be on cpu, as the codes are, found meta"):
+        LowBitTensor(q.codes, q.scale.to("meta"), None, INT8, (6, 12))
+    with pytest.raises(ValueError, match=r"scale must be on cpu, as the codes are, found meta"):
+        quantize_into(q.codes, q.scale.to("meta"), torch.ones(6, 12), INT8)
+    for shape in (72, None, (6.0, 12.0), "ab"):
+        with pytest.raises(TypeError, match=r"shape must hold integers, the sizes of a tensor, got"):
+            LowBitTensor(q.codes, q.scale, None, INT8, shape)  # type: ignore[arg-type]
 
 
 def test_a_module_can_hold_them() -> None:

@@ -705,12 +705,24 @@ def test_what_is_taken_over_goes_where_the_parameter_is(monkeypatch):
         attach_state_dict_hooks(optimizer)
         grown = optimizer.state[param]["grown"] = Grown()
         grown.fixed = 0
+        scalar = to_plain(quantize(torch.tensor(1.0), INT8))
         # what a torch that has no such device can do
         monkeypatch.setattr(torch.Tensor, "to", lambda x, device: torch.empty(x.shape, dtype=x.dtype, device=device))
-        state = {"fixed": 0, "history": {0: torch.ones(3), 1: torch.tensor(1.0)}, "late": torch.ones(2)}
+        history = {0: torch.ones(3), 1: torch.tensor(1.0), 2: scalar}
+        state = {"fixed": 0, "history": history, "late": torch.ones(2)}
         optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: {"grown": state}}})
     tensors = [*grown.history, grown.late]
-    assert [tensor.device.type for tensor in tensors] == ["cuda", "cpu", "cuda"]
+    assert [tensor.device.type for tensor in tensors] == ["cuda", "cpu", "cuda", "cuda"]
+
+
+def test_the_parts_of_a_low_bit_scalar_go_where_the_parameter_is():
+    saved, loaded = (torch.optim.SGD([nn.Parameter(torch.zeros((), device=device))]) for device in ("cpu", "meta"))
+    for optimizer in (saved, loaded):
+        attach_state_dict_hooks(optimizer)
+    saved.state[saved.param_groups[0]["params"][0]]["moment"] = quantize(torch.tensor(2.0), INT8)
+    loaded.load_state_dict(saved.state_dict())
+    (moment,) = state_of(loaded)[0].values()
+    assert (moment.device.type, moment.codes.device.type, moment.scale.device.type) == ("meta", "meta", "meta")
 
 
 def test_what_is_taken_over_for_a_parameter_on_meta_keeps_its_memory():

@@ -119,7 +119,8 @@ def quantize(
     check_format(fmt)
     fmt = fmt.specialized()
     _check_input(x, fmt, validate)
-    dtype = dtype or (torch.float32 if x.dtype == torch.float64 else x.dtype)
+    if dtype is None:
+        dtype = torch.float32 if x.dtype == torch.float64 else x.dtype
     check_dtype(dtype)
     blocks = encode_tensor(x.detach(), fmt, uniform=_uniform(x, stochastic, seed, generator))
     return LowBitTensor(*blocks, fmt, x.shape, dtype)

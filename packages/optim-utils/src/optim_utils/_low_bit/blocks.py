@@ -71,7 +71,10 @@ def codes_shape(shape: Sequence[int], fmt: LowBitFormat) -> tuple[int, ...]:
 
 
 def check_blocks(blocks: Blocks, fmt: LowBitFormat, shape: Sequence[int]) -> None:
-    """Raise TypeError or ValueError unless the parts are tensors of this format's dtypes and of this shape's shapes."""
+    """Raise TypeError or ValueError unless the parts are tensors of this format's dtypes and of this shape's shapes.
+
+    They have to be on one device, too: from a scale on meta nothing could be decoded.
+    """
     if (blocks.offset is not None) != fmt.has_offset:
         need = "need an offset, got none" if fmt.has_offset else "have no offset, got one"
         raise ValueError(f"{fmt.code} codes {need}")
@@ -96,6 +99,8 @@ def check_blocks(blocks: Blocks, fmt: LowBitFormat, shape: Sequence[int]) -> Non
                 f"{name} of a tensor of shape {tuple(shape)} in blocks of {fmt.block_size} ({fmt.layout}, "
                 f"{fmt.bits} bits) must have shape {size}, found {tuple(tensor.shape)}"
             )
+        if tensor.device != blocks.codes.device:
+            raise ValueError(f"{name} must be on {blocks.codes.device}, as the codes are, found {tensor.device}")
 
 
 def _runs_shape(shape: Sequence[int], fmt: LowBitFormat) -> tuple[int, int]:

@@ -84,6 +84,9 @@ class LowBitFormat:
     companding: CompandingName = "none"
 
     def __post_init__(self) -> None:
+        # types, too: 8.0 and True equal ints that a checkpoint of them would not
+        if type(self.bits) is not int:
+            raise ValueError(f"bits must be an int, 4 or 8, got {self.bits!r}")
         if self.code not in _CODES_OF_BITS.get(self.bits, ()):
             known = {bits: list(codes) for bits, codes in _CODES_OF_BITS.items()}
             raise ValueError(f"there is no {self.bits}-bit code {self.code!r}; codes by bits: {known}")

@@ -8,15 +8,17 @@ so that code shows where it decodes.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from optim_utils._arguments import check_torch_dtype
+from optim_utils._arguments import check_torch_dtype, sizes_of
 from optim_utils._dtensors import is_dtensor
 from optim_utils._low_bit.blocks import Blocks, check_blocks, decode_blocks, encode_blocks
 from optim_utils._low_bit.cuts import cut_blocks
@@ -29,6 +31,9 @@ aten = torch.ops.aten
 
 # the dtypes that a tensor can report; `to_plain` stores the position, so the order must stay
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+# the last is torch's mark of a parameter
+_OWN_ATTRIBUTES = ("codes", "scale", "offset", "fmt", "_is_param")
 
 
 def _refusal(name: str) -> Any:
@@ -70,6 +75,7 @@ class LowBitTensor(Tensor):
     ) -> LowBitTensor:
         check_dtype(dtype)
         check_format(fmt)
+        shape = sizes_of(shape)
         check_blocks(Blocks(codes, scale, offset), fmt, shape)
         return torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=codes.device, requires_grad=False
@@ -119,7 +125,7 @@ class LowBitTensor(Tensor):
     ) -> LowBitTensor:
         """A tensor of the same format, with ``change`` applied to each of this one's parts."""
         shape = self.shape if shape is None else shape
-        return LowBitTensor(*self.parts.mapped(change), self.fmt, shape, dtype or self.dtype)
+        return LowBitTensor(*self.parts.mapped(change), self.fmt, shape, self.dtype if dtype is None else dtype)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"LowBitTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, fmt={self.fmt})"
@@ -152,12 +158,24 @@ class LowBitTensor(Tensor):
     __dlpack_device__ = _refusal("__dlpack_device__")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LowBitTensor:
-        # `copy.deepcopy` itself reads and writes the memo
-        return _as_leaf(self.detach().clone(), self.requires_grad, isinstance(self, nn.Parameter))
+        # by torch's copies of the parts, which share memory in a copy of several tensors where the originals do
+        copied = self.with_parts(lambda part: copy.deepcopy(part.detach(), memo))
+        twin: LowBitTensor = _as_leaf(copied, self.requires_grad, isinstance(self, nn.Parameter))
+        # an attribute may lead back here
+        memo[id(self)] = twin
+        vars(twin).update(copy.deepcopy(self._attributes_of_users(), memo))
+        return twin
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., LowBitTensor], tuple[object, ...]]:
-        arguments = (self.codes, self.scale, self.offset, self.fmt.to_ints(), tuple(self.shape), self.dtype)
-        return rebuild_low_bit_tensor, (*arguments, self.requires_grad, isinstance(self, nn.Parameter))
+        parts = (self.codes, self.scale, self.offset, self.fmt.to_ints(), tuple(self.shape), self.dtype)
+        arguments = (*parts, self.requires_grad, isinstance(self, nn.Parameter))
+        attributes = self._attributes_of_users()
+        # left out if there are none: versions that do not know them read the file, too
+        return rebuild_low_bit_tensor, (*arguments, attributes) if attributes else arguments
+
+    def _attributes_of_users(self) -> dict[str, Any]:
+        """What others have set on this tensor, which torch's copies and files of a tensor keep."""
+        return {name: value for name, value in vars(self).items() if name not in _OWN_ATTRIBUTES}
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[LowBitFormat, torch.dtype]]:
         names = ["codes", "scale"] if self.offset is None else ["codes", "scale", "offset"]
@@ -201,10 +219,13 @@ def rebuild_low_bit_tensor(
     dtype: torch.dtype,
     requires_grad: bool = False,
     is_parameter: bool = False,
+    attributes: Mapping[str, Any] = MappingProxyType({}),
 ) -> LowBitTensor:
     """Unpickling calls this; ``torch.load(weights_only=True)`` allows it once optim_utils is imported."""
     tensor = LowBitTensor(codes, scale, offset, LowBitFormat.from_ints(format_ints), shape, dtype)
-    return _as_leaf(tensor, requires_grad, is_parameter)
+    leaf: LowBitTensor = _as_leaf(tensor, requires_grad, is_parameter)
+    vars(leaf).update(attributes)
+    return leaf
 
 
 def _as_leaf(tensor: Tensor, requires_grad: bool, is_parameter: bool) -> Any:

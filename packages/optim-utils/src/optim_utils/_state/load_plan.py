@@ -331,7 +331,10 @@ class LoadPlan:
             # after a cast or reshape since it was saved, it is no low-bit tensor any more
             with suppress(ValueError):
                 tensor = from_plain(dict(loaded))
-        return tensor if tensor is None or self.device is None or not tensor.ndim else tensor.to(self.device)
+        if tensor is None or self.device is None:
+            return tensor
+        # a low-bit tensor is no step count, and its scales have a dimension
+        return tensor.to(self.device) if tensor.ndim or isinstance(tensor, LowBitTensor) else tensor
 
     def _write_attribute(self, live: Stateful, name: str, value: object) -> None:
         self.writes.append(lambda: set_attribute(live, name, value))

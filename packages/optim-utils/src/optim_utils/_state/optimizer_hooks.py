@@ -314,7 +314,9 @@ def _restored(value: Any, device: torch.device | None) -> Any:
     if isinstance(value, Tensor):
         return value.to(device) if value.ndim and device is not None else value
     if is_low_bit_form(value):
-        return from_plain({name: _restored(part, device) for name, part in value.items()})
+        # whole: its parts stay together, also 0-dim codes
+        tensor = from_plain(dict(value))
+        return tensor if device is None else tensor.to(device)
     if isinstance(value, Mapping):
         return {name: _restored(item, device) for name, item in value.items()}
     if type(value) in (list, tuple):
