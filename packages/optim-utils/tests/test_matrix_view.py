@@ -64,6 +64,16 @@ def test_wrong_views(options, message):
         MatrixView(**options)
 
 
+@pytest.mark.parametrize("name", ["shape", "order", "matrix_shape", "split", "num_heads"])
+@pytest.mark.parametrize("values", [3, None, "32", (1.0, 2.0)], ids=str)
+def test_what_is_no_sequence_of_integers_is_refused_by_name(name, values):
+    # halves were cut off: a view of 3.9 rows was one of 3
+    with pytest.raises(TypeError, match=f"{name} of a MatrixView must hold integers, got "):
+        MatrixView(**{"shape": (3, 2), name: values})
+    with pytest.raises(TypeError, match="shape of a MatrixView must hold integers, got "):
+        MatrixView.identity(values)
+
+
 @st.composite
 def views(draw):
     """A view with any combination of its steps, and a tensor that it fits."""

@@ -4,6 +4,7 @@ import itertools
 import math
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -279,6 +280,21 @@ def test_wrong_arguments_are_refused() -> None:
     for bits, kind in ((torch.zeros(2), "torch.float32"), ([0, 0], "a list")):
         with pytest.raises(TypeError, match=rf"bits must be an int32 tensor, of values in .*, got {kind}"):
             round_with_bits(x, torch.bfloat16, bits)  # type: ignore[arg-type]
+    # a bit for all elements would round them alike, silently
+    with pytest.raises(ValueError, match=r"bits must be of x's shape \(2,\), got \(1,\)"):
+        round_with_bits(x, torch.bfloat16, torch.zeros(1, dtype=torch.int32))
+    for other in (x.to(torch.complex64), x.to_sparse()):
+        with pytest.raises(TypeError, match="round_with_bits takes a dense tensor x of real numbers, got "):
+            round_with_bits(other, torch.bfloat16, torch.zeros(2, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("name", ["seed", "parameter_index", "stream", "step", "offset"])
+@pytest.mark.parametrize("value", [None, 1.5, "1", torch.arange(2), torch.tensor(1.0)], ids=str)
+def test_words_of_the_packed_stream_are_checked(name: str, value: object) -> None:
+    # one word for each block would be taken for that of all, silently
+    words: dict[str, Any] = {"seed": 1, "parameter_index": 0, "stream": 0, "step": 1, "offset": 0, name: value}
+    with pytest.raises(TypeError, match=f"{name} must be an int or a 0-dim integer tensor, got "):
+        packed_philox_uint16(shape=(16,), **words)
 
 
 def test_an_offset_is_the_place_of_the_first_element() -> None:

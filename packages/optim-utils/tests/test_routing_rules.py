@@ -237,6 +237,8 @@ def test_rules_of_a_wrong_type():
     model = nested({"a": nn.Linear(3, 2)})
     with pytest.raises(TypeError, match=r"rules are Rule objects, got '\*'; write Rule\('\*', to=...\)"):
         route_parameters(model, ["*"])
+    with pytest.raises(TypeError, match="rules has to be iterable, got a NoneType"):
+        route_parameters(model, None)
     with pytest.raises(TypeError, match="adamw has to be a mapping of options, got a float"):
         route_parameters(model).param_groups(adamw=0.1)
     assert route_parameters(model, Rule("*", to="adamw"))[0].kind == "adamw"

@@ -503,6 +503,11 @@ def test_a_generator_is_of_no_use_to_nearest_rounding_and_does_no_harm(dtype) ->
     assert torch.equal(quantized.dequantize()[0], torch.full((3,), 2.0))
 
 
+def test_what_is_no_generator_is_refused_before_anything_is_computed() -> None:
+    with pytest.raises(TypeError, match=r"generator must be a torch\.Generator or None, got 0"):
+        QuantizedTensorList(rows(torch.ones(3)), torch.bfloat16, rounding="stochastic", generator=0)
+
+
 def test_an_average_stalls_by_nearest_and_not_stochastically() -> None:
     exact = average_through_context(1000, 0.99, torch.float32, "nearest")
     assert abs(average_through_context(1000, 0.99, torch.bfloat16, "stochastic") - exact) <= 0.005

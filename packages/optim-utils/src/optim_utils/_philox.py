@@ -155,6 +155,13 @@ def packed_philox_uint16(
         step: number of the optimizer step, an int or a 0-dim integer tensor.
         offset: index within the parameter of the first element, for shards.
     """
+    for name, value in (
+        ("seed", seed),
+        ("parameter_index", parameter_index),
+        ("stream", stream),
+        ("offset", offset),
+    ):
+        _check_word(value, name)
     count = _numel(shape)
     first_block = offset // 8
     num_blocks = (offset + count + 7) // 8 - first_block

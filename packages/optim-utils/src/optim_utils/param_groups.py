@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args, overload
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from optim_utils._arguments import iterated
 from optim_utils._routing.defaults import Decision, decide
 from optim_utils._routing.leaf import Leaf, Refusal, unparametrized
 from optim_utils._routing.matrix_view import MatrixView
@@ -214,7 +215,7 @@ def route_parameters(
     """
     if on_unknown not in ("raise", "adamw"):
         raise ValueError(f'on_unknown must be "raise" or "adamw", got {on_unknown!r}')
-    rules = [rules] if isinstance(rules, Rule) else list(rules)
+    rules = [rules] if isinstance(rules, Rule) else list(iterated(rules, "rules"))
     for entry in rules:
         if not isinstance(entry, Rule):
             raise TypeError(f"rules are Rule objects, got {entry!r}; write Rule({entry!r}, to=...)")

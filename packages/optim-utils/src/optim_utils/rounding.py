@@ -52,8 +52,12 @@ def round_with_bits(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"round_with_bits takes a tensor x, got a {type(x).__name__}")
+    if x.is_complex() or x.layout != torch.strided:
+        raise TypeError(f"round_with_bits takes a dense tensor x of real numbers, got {x.dtype} in layout {x.layout}")
     if _dtype_of(bits) not in (torch.int32, torch.int64):
         raise TypeError(f"bits must be an int32 tensor, of values in [0, 2**16), got {_dtype_of(bits)}")
+    if bits.shape != x.shape:
+        raise ValueError(f"bits must be of x's shape {tuple(x.shape)}, got {tuple(bits.shape)}")
     x = x.detach().resolve_neg().to(torch.float32)
     if dtype == torch.bfloat16:
         rounded = ((x.view(torch.int32) + bits) & ~0xFFFF).view(torch.float32)

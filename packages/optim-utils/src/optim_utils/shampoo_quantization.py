@@ -94,6 +94,8 @@ class QuantizedTensorList(OptimizerModule):
             raise TypeError(f"quantized_dtype must be a torch.dtype or a LowBitFormat, got {quantized_dtype!r}")
         if rounding not in ("nearest", "stochastic"):
             raise ValueError(f'rounding must be "nearest" or "stochastic", got {rounding!r}')
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}")
         self.quantized_dtype = quantized_dtype
         self.computation_dtype = computation_dtype
         self.rounding: Rounding = rounding

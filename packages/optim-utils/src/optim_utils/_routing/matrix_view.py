@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import prod
+from operator import index
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class MatrixView:
 
     def __post_init__(self) -> None:
         for name in ("shape", "order", "matrix_shape", "split", "num_heads"):
-            object.__setattr__(self, name, tuple(int(size) for size in getattr(self, name)))
+            object.__setattr__(self, name, _ints(name, getattr(self, name)))
         if self.order and sorted(self.order) != list(range(len(self.shape))):
             raise ValueError(f"order={self.order} is no permutation of the dimensions of {self.shape}")
         stored = self.stored_matrix
@@ -75,7 +76,7 @@ class MatrixView:
     @classmethod
     def identity(cls, shape: Sequence[int]) -> MatrixView:
         """The view of a tensor that is a matrix, or a batch of matrices, as it is stored."""
-        return _identity(tuple(shape))
+        return _identity(_ints("shape", shape))
 
     @property
     def is_identity(self) -> bool:
@@ -173,6 +174,14 @@ class MatrixView:
 
 # param groups hold views, and so does an optimizer's state_dict, which has to load with `weights_only=True`
 torch.serialization.add_safe_globals([MatrixView])
+
+
+def _ints(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    """``values`` as ints of Python's own; what is no sequence of integers is refused by name."""
+    try:
+        return tuple([index(value) for value in values])
+    except TypeError:
+        raise TypeError(f"{name} of a MatrixView must hold integers, got {values!r}") from None
 
 
 @lru_cache(maxsize=1024)
