@@ -157,7 +157,7 @@ class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
                 adamw_groups, seen, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor
             )
         self._step_muon([group for group in self.param_groups if self._is_muon(group)], **scaling)
-        self._step_adamw(adamw, scaling)
+        self._step_adamw(adamw, grads, **scaling)
         return loss
 
     def _clip(self, grad_scale: Tensor | None) -> Tensor | None:
@@ -171,15 +171,23 @@ class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
         self.grad_norm, factor = norm_and_factor(self._norms, given, max_norm, norm_type, grad_scale)
         return factor
 
-    def _step_adamw(self, prepared: PreparedStep, scaling: dict[str, Tensor | None]) -> None:
+    def _step_adamw(
+        self,
+        prepared: PreparedStep,
+        grads: list[Tensor | None],
+        *,
+        clip_factor: Tensor | None,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
         """Step all AdamW groups: the launch that is ready where the kernels run, the reference elsewhere."""
         if prepared.kernels is not None:
             prepared.kernels.launch()
-        for group, _, params in prepared.with_torch:
+        for group, indices, params in prepared.with_torch:
             states = [self._own_state[p] for p in params]
             adamw_(
                 params,
-                [p.grad for p in params],  # type: ignore[misc]
+                [grad for index in indices if (grad := grads[index]) is not None],  # which all of them are
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 steps=[state["step"] for state in states],
@@ -188,8 +196,10 @@ class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
                 maximize=group["maximize"],
+                clip_factor=clip_factor,
+                grad_scale=grad_scale,
+                found_inf=found_inf,
                 impl="torch",
-                **scaling,  # type: ignore[arg-type]
             )
 
     @out_of_inference_mode
