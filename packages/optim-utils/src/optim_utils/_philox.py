@@ -69,10 +69,9 @@ def philox_4x32(
         c3 = product_0 & _WORD
         k0 = (k0 + _WEYL_0) & _WORD
         k1 = (k1 + _WEYL_1) & _WORD
-    words = (c0, c1, c2, c3)
-    if not all(isinstance(word, Tensor) for word in words):
+    if not (isinstance(c0, Tensor) and isinstance(c1, Tensor) and isinstance(c2, Tensor) and isinstance(c3, Tensor)):
         raise TypeError("philox_4x32 needs at least one counter word as an int64 tensor, got only ints")
-    return words  # type: ignore[return-value]
+    return c0, c1, c2, c3
 
 
 def philox_2x32(counter: tuple[Word, Word], key: Word, *, rounds: int = 7) -> tuple[Tensor, Tensor]:

@@ -24,9 +24,13 @@ __all__ = ["decode_sharded", "encode_sharded", "local_shape", "random_bits_of_pa
 def encode_sharded(x: DTensor, fmt: LowBitFormat, *, uniform: Tensor | None) -> Blocks:
     """The blocks of the DTensor x, as DTensors; ``uniform`` is for this rank's part, see ``encode_blocks``."""
     _check_shards(x, fmt)
-    blocks = encode_blocks(x.to_local(), fmt, uniform=uniform)
-    shapes = (codes_shape(x.shape, fmt), scale_shape(x.shape, fmt), scale_shape(x.shape, fmt))
-    return Blocks(*(None if part is None else _as_dtensor(part, x, shape) for part, shape in zip(blocks, shapes)))  # type: ignore[arg-type]
+    codes, scale, offset = encode_blocks(x.to_local(), fmt, uniform=uniform)
+    of_scale = scale_shape(x.shape, fmt)
+    return Blocks(
+        _as_dtensor(codes, x, codes_shape(x.shape, fmt)),
+        _as_dtensor(scale, x, of_scale),
+        None if offset is None else _as_dtensor(offset, x, of_scale),
+    )
 
 
 def random_bits_of_part(x: Tensor, *, seed: Word | None, generator: torch.Generator | None) -> Tensor:
@@ -82,9 +86,8 @@ def _check_shards(x: DTensor, fmt: LowBitFormat) -> None:
             )
     axis_sizes: dict[int, list[int]] = {}
     for mesh_axis, placement in enumerate(x.placements):
-        if placement.is_shard():
-            dim = placement.dim % x.dim()  # type: ignore[attr-defined]
-            axis_sizes.setdefault(dim, []).append(x.device_mesh.size(mesh_axis))
+        if isinstance(placement, Shard):
+            axis_sizes.setdefault(placement.dim % x.dim(), []).append(x.device_mesh.size(mesh_axis))
     for dim, sizes in axis_sizes.items():
         _check_dim(shape, dim, sizes, fmt)
 

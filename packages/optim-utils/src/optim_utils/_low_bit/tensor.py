@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from optim_utils._arguments import check_torch_dtype, sizes_of
-from optim_utils._dtensors import is_dtensor
+from optim_utils._dtensors import is_dtensor, to_local
 from optim_utils._low_bit.blocks import Blocks, check_blocks, decode_blocks, encode_blocks
 from optim_utils._low_bit.cuts import cut_blocks
 from optim_utils._low_bit.formats import LowBitFormat, check_format
@@ -113,7 +113,7 @@ class LowBitTensor(Tensor):
             return self
         from optim_utils._low_bit.sharded import local_shape
 
-        return self.with_parts(lambda part: part.to_local(), local_shape(self.codes, self.shape))  # type: ignore[attr-defined]
+        return self.with_parts(to_local, local_shape(self.codes, self.shape))
 
     @property
     def parts(self) -> Blocks:
