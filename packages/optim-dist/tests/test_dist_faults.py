@@ -601,7 +601,12 @@ def step_in_another_group(rank, world_size, folder):
     for is_made in (False, True):
         if is_made:
             make_a_group(rank, world_size, folder)
-        for action in (optimizer.step, lambda: checkpoint.save(f"{folder}/x", None, optimizer)):
+        for action in (
+            optimizer.step,
+            lambda: checkpoint.save(f"{folder}/x", None, optimizer),
+            optimizer.full_state_dict,
+            lambda: optimizer.add_param_group({"params": [("u", nn.Parameter(torch.ones(3)))]}),
+        ):
             with pytest.raises(
                 RuntimeError, match="the process group in which this optimizer was built is gone; build"
             ):

@@ -225,6 +225,7 @@ class PlannedOptimizer(LiveOptimizer):
         if not hasattr(self, "plan"):  # the constructor adds groups one by one, and plans them together
             self._append_group(param_group)
             return
+        self.communicator.check_ranks()
         # ranks agree first, as they may differ in what is reduced already
         if any(self.communicator.gather_json(self._bucketed.reduction.has_launched)) and not self.agree_between_steps():
             raise RuntimeError(

@@ -273,6 +273,9 @@ class StatefulOptimizer(PlannedOptimizer):
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state of all ranks in torch's one-process form, on the first rank's CPU; elsewhere ``{}``. Collective."""
+        self.check_open()
+        if self.communicator.world_size > 1:  # else the state is all here
+            self.communicator.check_ranks()
         with self.begun_together("full_state_dict()"):
             return whole_state.full_state_dict(self)
 
