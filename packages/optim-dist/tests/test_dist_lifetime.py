@@ -25,7 +25,7 @@ from dist_loops import Net, assert_same, batch, build, values
 from torch import nn
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, checkpoint, clip_grad_norm_
-from optim_dist._optimizers.agreement import check_replicas
+from optim_dist._optimizers.agreement import AFTER_STEP, check_replicas
 from optim_kernels import TritonMuon
 from optim_utils.testing import run_ranks
 
@@ -848,7 +848,7 @@ def replicas_that_differ_are_named(rank, world_size):
     with torch.no_grad():
         net.layers[3].bias += rank
     with pytest.raises(RuntimeError, match=r"differ from rank 0's: layers\.3\.bias \(rank 1\)"):
-        check_replicas(optimizer._bucketed.buckets, optimizer.communicator)
+        check_replicas(optimizer._bucketed.buckets, optimizer.communicator, AFTER_STEP)
 
 
 @scenario.parametrize()

@@ -272,7 +272,10 @@ def unequal_parameters_are_refused_before_anything_has_changed(rank, world_size)
     freeze(net, ())
     with torch.no_grad():
         net.layers[0].weight.add_(rank)
-    with pytest.raises(RuntimeError, match=r"sync_params='check': parameters differ .* layers\.0\.weight \(rank 1\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"sync_params='check': parameters differ .* layers\.0\.weight \(rank 1\); give every rank the same",
+    ):
         optimizer.rebuild_plan()
     assert optimizer.plan is plan
     if rank == 0:

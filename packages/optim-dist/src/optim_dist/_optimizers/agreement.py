@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,18 @@ from optim_dist._reduction.storage import ParameterBucket
 from optim_dist.plan import Plan
 from optim_kernels.multi_tensor import is_dense
 
-SYNC_CHECK = "sync_params='check': "
+
+class Comparison(NamedTuple):
+    """When parameters are compared, and what to do where they differ, for errors."""
+
+    when: str
+    advice: str
+
+
+SYNC_CHECK = Comparison(
+    "sync_params='check'", "give every rank the same, or leave sync_params out, and all get those of the first rank"
+)
+AFTER_STEP = Comparison("after the step", "write to them on all ranks alike, or on none")
 
 
 def raise_if_refused(refused: Exception | None, what: str, communicator: Communicator) -> None:
@@ -126,12 +137,14 @@ def synchronise(buckets: Sequence[ParameterBucket], communicator: Communicator, 
         check_replicas(buckets, communicator, SYNC_CHECK)
 
 
-def check_replicas(buckets: Sequence[ParameterBucket], communicator: Communicator, context: str = "") -> None:
+def check_replicas(buckets: Sequence[ParameterBucket], communicator: Communicator, comparison: Comparison) -> None:
     """Refuse parameters whose bits differ between ranks, naming them."""
-    check_equal([(member.name, member.value) for bucket in buckets for member in bucket.members], communicator, context)
+    check_equal(
+        [(member.name, member.value) for bucket in buckets for member in bucket.members], communicator, comparison
+    )
 
 
-def check_equal(named: Iterable[tuple[str, Tensor]], communicator: Communicator, context: str) -> None:
+def check_equal(named: Iterable[tuple[str, Tensor]], communicator: Communicator, comparison: Comparison) -> None:
     """Refuse tensors whose bits differ between ranks, naming them."""
     ranks, digests = communicator.ranks, [[name, digest(tensor)] for name, tensor in named]
     gathered = communicator.gather_json(digests)
@@ -142,7 +155,11 @@ def check_equal(named: Iterable[tuple[str, Tensor]], communicator: Communicator,
         if mine != theirs
     ]
     if different:
-        raise RuntimeError(f"{context}parameters differ from rank {ranks[0]}'s: {', '.join(different[:8])}")
+        more = f" and {len(different) - 8} more" if len(different) > 8 else ""
+        raise RuntimeError(
+            f"{comparison.when}: parameters differ from rank {ranks[0]}'s: {', '.join(different[:8])}{more}; "
+            f"{comparison.advice}"
+        )
 
 
 def check_step(found: Sequence[Sequence[float]], ranks: Sequence[int]) -> None:

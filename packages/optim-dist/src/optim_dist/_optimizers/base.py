@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from optim_dist import clip
 from optim_dist._optimizers import step_checks
+from optim_dist._optimizers.agreement import AFTER_STEP
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.explain import Explanation, explain
 from optim_dist._optimizers.group_checks import GroupChecks
@@ -127,7 +128,7 @@ class DistOptimizer(StatefulOptimizer):
                     self._update(self._context(clip_factor))
                     self._restart()
                 if self._options.debug:
-                    self._bucketed.check_replicas("after the step, ")
+                    self._bucketed.check_replicas(AFTER_STEP)
         return loss
 
     @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optim_dist._optimizers.agreement import check_replicas, synchronise
+from optim_dist._optimizers.agreement import Comparison, check_replicas, synchronise
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.messages import StepMessages
 from optim_dist._optimizers.options import Options
@@ -326,10 +326,10 @@ class BucketedParameters:
         reducer.communicator = self._backward_communicator
         reducer.connect(self.buckets)
 
-    def check_replicas(self, context: str) -> None:
+    def check_replicas(self, comparison: Comparison) -> None:
         """Refuse parameters whose bits differ between ranks."""
         self.wait()
-        check_replicas(self.buckets, self._communicator, context)
+        check_replicas(self.buckets, self._communicator, comparison)
 
     @property
     def _communicators(self) -> list[Communicator]:
