@@ -527,8 +527,10 @@ def test_a_plan_takes_no_other_gradients() -> None:
     scalars = [AdamWScalars(0.1, 0.9, 0.99, 1e-8, 0.0)]
     with pytest.raises(ValueError, match="the plan is for 1 gradients, got 2"):
         plan.step(g * 2, scalars)
-    with pytest.raises(ValueError, match=r"grads\[0\] became torch.float16 .*; the plan is for another dtype"):
-        plan.step([g[0].half()], scalars)
+    for other in (g[0].half(), torch.zeros(2, 3, device=DEVICE)):
+        became = rf"grads\[0\] became {other.dtype} .*; the plan is for torch.float32 and 1 slice\(s\): prepare it anew"
+        with pytest.raises(ValueError, match=became):
+            plan.step([other], scalars)
 
 
 @pytest.mark.parametrize("planned", [True, False], ids=["planned", "unplanned"])

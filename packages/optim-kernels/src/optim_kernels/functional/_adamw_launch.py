@@ -117,7 +117,10 @@ class AdamWLaunch:
         for i, (member, grad) in enumerate(zip(self._members, own)):
             member.check_grad(grad)
             if (grad.dtype, member.num_slices(grad)) != (self._signature.grad, self._signature.num_slices):
-                raise ValueError(f"{member.called('grads')} became {description(grad)}; the plan is for another dtype")
+                wanted = f"{self._signature.grad} and {self._signature.num_slices} slice(s)"
+                raise ValueError(
+                    f"{member.called('grads')} became {description(grad)}; the plan is for {wanted}: prepare it anew"
+                )
             if is_wrapper(grad) or grad.is_neg() or not member.has_layout_of(grad):
                 own[i] = member.in_own_layout(grad)
                 self.copies.append(own[i])
@@ -150,10 +153,10 @@ class AdamWLaunch:
             sizes = [ChunkSize(tuned.chunk)] if tuned.chunk else code_chunks(num_multiprocessors)
             chunks = ChunkMap.build(numels, aligned, sizes, self._device, granule=tuned.chunk or 2 * tuned.tile)
             self._division, counts, self._map = (chunks.num_chunks, chunks.num_full), chunks.counts, chunks.words
-        count = len(self._slots)
-        size = GROUPED_SIZE if self._is_of_one and not tuned.chunk else count
-        self._counters = torch.zeros(size, dtype=torch.int32, device=self._device)
-        self._memos = torch.zeros(count, MEMOS_SIZE, dtype=torch.int64, device=self._device)
+        num_slots = len(self._slots)
+        num_counters = GROUPED_SIZE if self._is_of_one and not tuned.chunk else num_slots
+        self._counters = torch.zeros(num_counters, dtype=torch.int32, device=self._device)
+        self._memos = torch.zeros(num_slots, MEMOS_SIZE, dtype=torch.int64, device=self._device)
         self._one = torch.ones((), dtype=torch.float32, device=self._device)
         self._zero = torch.zeros((), dtype=torch.float32, device=self._device)
         slot_chunks = dict.fromkeys(self._slots, 0)
