@@ -73,13 +73,15 @@ def compiled(kind):
         blocks = {"small": (1, 1 if symmetric else 2), "half": (1, 2), "tall": (3, 2), "square": (2, 2)}
         tall, broad = blocks.get(kind.split()[1], (2, 2 if symmetric else 4))
         square = symmetric and tall == broad
-        constants |= dict(SYMMETRIC=symmetric, SAME=square, HAS_Q=symmetric, BANDED=square, OVERLAP=True)
+        same = square and "shifted" not in kind
+        constants |= dict(SYMMETRIC=symmetric, SAME=same, HAS_Q=symmetric and same >= square)
+        constants |= dict(BANDED=square, OVERLAP=True)
         constants |= dict(AHEAD=symmetric and not square, LATE=symmetric and not square)
         constants |= dict(IN_EIGHTS="half" not in kind)
-        finds_norm = symmetric and kind != "symmetric lone"
+        finds_norm = symmetric and kind not in ("symmetric lone", "symmetric shifted lone")
         types |= {"scale": "*fp64"} if finds_norm else {}
         constants |= dict(PARTS=1024 if finds_norm else 0, ADD_EPS=False)
-        constants |= dict(STAGES=5 if tall == 3 else 4, TALL=tall, BROAD=broad, EARLY=square)
+        constants |= dict(STAGES=5 if tall == 3 or "shifted" in kind else 4, TALL=tall, BROAD=broad, EARLY=square)
     elif wide:
         constants |= dict(SYMMETRIC=symmetric, STAGES=3)
     elif "int8" in kind:
@@ -125,6 +127,7 @@ KINDS = {
     "general wide": 2 * 2 * 4,
     "symmetric lone": (2 + 1 + 2) * 4,
     "general lone": 2 * 4,
+    "symmetric shifted lone": (2 + 2 + 2) * 4,
     "symmetric small lone": (2 + 4) * 4,
     "general small lone": 2 * 4,
     "general tall lone": 3 * 4,

@@ -34,7 +34,7 @@ from optim_utils.param_groups import MatrixView
 
 pytest.importorskip("triton")
 from optim_kernels import muon_kernels as mk
-from optim_kernels._kernels.lone_places import lone_place, quotient
+from optim_kernels._kernels.lone_places import lone_place, quotient, shifted_place
 from optim_kernels._kernels.normalize import Norm, Start
 from optim_kernels._kernels.product import rectangle_tile, triangle_tile
 from optim_kernels._newton_schulz.iterations import normalize
@@ -111,6 +111,31 @@ def test_programs_of_lone_products_compute_every_tile_once(side: int) -> None:
         assert sorted(place for place in places if place[0] != place[1]) == below
         diagonal = [(i, quarter, other) for i, j, quarter, other in places if i == j]
         assert sorted(diagonal) == [(i, i % 4, i // 4 * 4 + 3) for i in range(side) if i % 4 < 3]
+
+
+@triton.jit
+def _shifted_places_kernel(out, T):
+    q = tl.program_id(0)
+    place = shifted_place(q, T)
+    for n in tl.static_range(4):
+        tl.store(out + 4 * q + n, place[n])
+
+
+@pytest.mark.parametrize("side", [4, 8, 12, 16])
+def test_programs_of_shifted_tiles_compute_every_block_once(side: int) -> None:
+    """In as many programs as a product of a matrix with itself, four blocks each."""
+    programs = symmetric_programs(side * 128, LONE[0]._replace(quartered=True))
+    out = torch.empty(programs, 4, dtype=torch.int32, device=DEVICE)
+    _shifted_places_kernel[(programs,)](out, side)
+    blocks = []
+    for kind, row, one, two in out.tolist():
+        if kind == 0:
+            blocks += [(i, j) for i in (row, row + 1) for j in (one, two)]
+        elif kind == 1:
+            blocks += [(one, one), (two, two), (row, one), (row, two)]
+        else:
+            blocks += [(row, j + further) for j in (one, two) for further in (0, 4)]
+    assert sorted(blocks) == [(i, j) for i in range(2 * side) for j in range(i + 1)]
 
 
 @pytest.mark.parametrize("side", [1, 2, 8, 11])
@@ -299,7 +324,8 @@ def test_tile_choice() -> None:
     assert symmetric_tile(1920, 7680, 1, 132, True) == Tile(128, 128, 64, 4, 6)
     assert symmetric_tile(2048, 2048, 1, 132, False) == Tile(128, 128, 64, 4, 3, quartered=True)
     assert symmetric_tile(2048, 2048, 1, 132, True, True) == LONE[0]._replace(quartered=True)
-    assert symmetric_tile(2048, 2048, 1, 132, False, True) == Tile(128, 128, 64, 4, 3, quartered=True)
+    assert symmetric_tile(2048, 2048, 1, 132, False, True) == LONE[0]._replace(quartered=True)
+    assert symmetric_tile(2048, 2048, 1, 132, False, True, True) == Tile(128, 128, 64, 4, 3, quartered=True)
     assert symmetric_tile(1920, 1920, 1, 132, False, True) == LONE[0]
     assert symmetric_tile(1024, 1024, 1, 132, True, True) == LONE_SMALL[0]._replace(joined=True)
     assert symmetric_tile(768, 768, 1, 132, False, True) == LONE_SMALL[0]
@@ -510,7 +536,9 @@ def test_tiles_that_a_product_cannot_take_are_refused() -> None:
     with pytest.raises(ValueError, match="multiple of 4 diagonal tiles, got m = 640"):
         mk.symmetric_product(x, x, tile=fours)
     with pytest.raises(ValueError, match="x xᵀ alone"):
-        mk.symmetric_product(x, x.clone(), tile=fours)
+        mk.symmetric_product(x, x.clone(), tile=LONE_SMALL[0]._replace(joined=True))
+    with pytest.raises(ValueError, match="no shift of a product of two operands"):
+        mk.symmetric_product(x, x.clone(), shifted=(x, 1.0), tile=fours)
     with pytest.raises(ValueError, match="for sums of 576 and more, got 64"):
         mk.symmetric_product(x, x, tile=WIDE)
     with pytest.raises(ValueError, match="two batches of one size, got 2 and 1 matrices"):
@@ -537,10 +565,11 @@ def test_lone_products(shape: tuple[int, int, int], lone: Tile, whole: Tile, wid
     results = []
     for tile in (lone, plain, *(5 * [lone])):
         other = whole if tile is lone else tile
+        without_shift = tile if tile.quartered else other
         a, z, z_shifted, p, p_shifted = (empty() for _ in range(5))
         mk.symmetric_product(x, x, tile=tile, out=a)
         mk.symmetric_product(a, a, c=a, alpha=0.5, beta=2.0, shifted=(z_shifted, 3.0), scale=scale, tile=tile, out=z)
-        mk.symmetric_product(a, z, c=a, beta=2.0, tile=other, out=p)
+        mk.symmetric_product(a, z, c=a, beta=2.0, tile=without_shift, out=p)
         mk.symmetric_product(z, p, shifted=(p_shifted, -1.5), tile=other, out=empty())
         y, w = (mk.empty_matrices(*shape, like=x).fill_(float("nan")) for _ in range(2))
         general = Tile(128, 256, 64, 8, 3) if tile is plain else wide

@@ -4,7 +4,7 @@ What is where:
 
     ping_pong_kernels                         products of many tiles of 128×128: two consumers multiply in turn
     wide_kernel                               tiles of 128×256, which both consumers multiply together
-    lone_kernel, lone_tiles                   products of one round: a tile for each multiprocessor
+    lone_kernel, lone_…                       products of one round: a tile for each multiprocessor
     update_kernel                             the last product, and the update of the parameters
     int8_kernel                               a first step in int8
     chain_kernel, chain_…                     all products of a batch in one launch

@@ -78,16 +78,19 @@ class LoneFlags(NamedTuple):
     broad: Any
     overlap: Any
     early: Any
-    # blocks along K of one step of the ring; whether tiles are halves of symmetric ones
+    # blocks along K of one step of the ring; whether tiles are halves of symmetric ones, or shifted by a block
     deep: Any = None
     halved: Any = None
+    shifted: Any = None
 
 
 @gluon.constexpr_function
 def lone_flags(*values: Any) -> LoneFlags:
     given = LoneFlags(*map(gl.constexpr, values))
+    deep = 2 if given.tall == 1 else 1
     halved = given.symmetric and given.tall < given.broad
-    return given._replace(deep=gl.constexpr(2 if given.tall == 1 else 1), halved=gl.constexpr(halved))
+    shifted = given.banded and not given.same
+    return given._replace(deep=gl.constexpr(deep), halved=gl.constexpr(halved), shifted=gl.constexpr(shifted))
 
 
 class Int8Flags(NamedTuple):

@@ -37,45 +37,45 @@ def await_free(ring, step, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _await_ready(ring, step, STAGES: gl.constexpr):
+def await_ready(ring, step, STAGES: gl.constexpr):
     """Wait until the copy engine has filled the slot of this step."""
     mbarrier.wait(ring[2].index(step % STAGES), (step // STAGES) & 1)
 
 
 @gluon.jit
-def _release(ring, step, STAGES: gl.constexpr, condition=True):
+def release(ring, step, STAGES: gl.constexpr, condition=True):
     """Say that this consumer has read the slot of this step."""
     mbarrier.arrive(ring[3].index((step + STAGES) % STAGES), pred=condition)
 
 
 @gluon.jit
-def _await_place(ring, step, HAS_C: gl.constexpr, STAGES: gl.constexpr):
+def await_place(ring, step, HAS_C: gl.constexpr, STAGES: gl.constexpr):
     """Wait until the slot of this step has C, or is free where there is none."""
     if HAS_C:
-        _await_ready(ring, step, STAGES)
+        await_ready(ring, step, STAGES)
     else:
         await_free(ring, step, STAGES)
 
 
 @gluon.jit
-def _zeros(COLUMNS: gl.constexpr):
+def zeros(COLUMNS: gl.constexpr):
     return gl.zeros([SIDE, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
 
 
 @gluon.jit
-def _block(blocks, number):
+def block(blocks, number):
     """A block of 64×64."""
     return blocks.index(number).reshape([SIDE, SIDE])
 
 
 @gluon.jit
-def _tall(blocks, number, NUM: gl.constexpr):
+def tall(blocks, number, NUM: gl.constexpr):
     """One of NUM tall blocks of 128×64, each made of two blocks."""
     return blocks_as(blocks, NUM, 2 * SIDE, SIDE).index(number).reshape([2 * SIDE, SIDE])
 
 
 @gluon.jit
-def _wide(blocks, number, COLUMNS: gl.constexpr, NUM: gl.constexpr):
+def wide(blocks, number, COLUMNS: gl.constexpr, NUM: gl.constexpr):
     """One of NUM wide blocks of 64 rows, each made of several blocks side by side."""
     return blocks_as(blocks, NUM, SIDE, COLUMNS).index(number).reshape([SIDE, COLUMNS])
 
@@ -84,25 +84,25 @@ def _wide(blocks, number, COLUMNS: gl.constexpr, NUM: gl.constexpr):
 def _multiply(ME: gl.constexpr, ring, K, flags: gl.constexpr):
     """The sums of this consumer's rows of a whole tile, and the steps taken."""
     a_blocks, b_blocks = ring[0], ring[1]
-    acc = _zeros(flags.broad * SIDE)
+    acc = zeros(flags.broad * SIDE)
     step = 0
     for k in range(0, K, flags.deep * SIDE):
         slot = step % flags.stages
-        _await_ready(ring, step, flags.stages)
+        await_ready(ring, step, flags.stages)
         for i in gl.static_range(flags.deep):
             if not flags.symmetric:
-                b = _wide(b_blocks, flags.deep * slot + i, flags.broad * SIDE, flags.deep * flags.stages)
+                b = wide(b_blocks, flags.deep * slot + i, flags.broad * SIDE, flags.deep * flags.stages)
             elif flags.broad == 1:
-                b = _block(b_blocks, 2 * slot + i).permute((1, 0))
+                b = block(b_blocks, 2 * slot + i).permute((1, 0))
             else:
-                b = _tall(b_blocks, flags.deep * slot + i, flags.deep * flags.stages).permute((1, 0))
-            acc = warpgroup_mma(_block(a_blocks, flags.deep * flags.tall * slot + i + ME), b, acc, is_async=True)
+                b = tall(b_blocks, flags.deep * slot + i, flags.deep * flags.stages).permute((1, 0))
+            acc = warpgroup_mma(block(a_blocks, flags.deep * flags.tall * slot + i + ME), b, acc, is_async=True)
         # all but this step's products are done
         acc = warpgroup_mma_wait(flags.deep, deps=(acc,))
-        _release(ring, step - 1, flags.stages, k > 0)
+        release(ring, step - 1, flags.stages, k > 0)
         step += 1
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    _release(ring, step - 1, flags.stages)
+    release(ring, step - 1, flags.stages)
     return acc, step
 
 
@@ -110,18 +110,18 @@ def _multiply(ME: gl.constexpr, ring, K, flags: gl.constexpr):
 def _multiply_lower(ring, K, flags: gl.constexpr):
     """The sums of the lower half of a tile on the diagonal, and the steps taken."""
     a_blocks, b_blocks = ring[0], ring[1]
-    acc = _zeros(2 * SIDE)
+    acc = zeros(2 * SIDE)
     step = 0
     for k in range(0, K, SIDE):
         slot = step % flags.stages
-        _await_ready(ring, step, flags.stages)
-        b = _tall(a_blocks if flags.same else b_blocks, slot, flags.stages)
-        acc = warpgroup_mma(_block(a_blocks, 2 * slot + 1), b.permute((1, 0)), acc, is_async=True)
+        await_ready(ring, step, flags.stages)
+        b = tall(a_blocks if flags.same else b_blocks, slot, flags.stages)
+        acc = warpgroup_mma(block(a_blocks, 2 * slot + 1), b.permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
-        _release(ring, step - 1, flags.stages, k > 0)
+        release(ring, step - 1, flags.stages, k > 0)
         step += 1
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    _release(ring, step - 1, flags.stages)
+    release(ring, step - 1, flags.stages)
     return acc, step
 
 
@@ -129,34 +129,34 @@ def _multiply_lower(ring, K, flags: gl.constexpr):
 def _multiply_corner(ring, quarter, K, flags: gl.constexpr):
     """The sums of a diagonal tile's upper left block, BANDED: of a block of another tile; and the steps taken."""
     a_blocks, b_blocks = ring[0], ring[1]
-    acc = _zeros(SIDE)
-    other = _zeros(SIDE)
+    acc = zeros(SIDE)
+    other = zeros(SIDE)
     # the lower left quarter is a product of two blocks of rows, the others are of one with itself
     second = quarter % 2
     step = 0
     for k in range(0, K, flags.deep * SIDE):
         slot = step % flags.stages
-        _await_ready(ring, step, flags.stages)
+        await_ready(ring, step, flags.stages)
         for i in gl.static_range(flags.deep):
-            b = _block(a_blocks if flags.same else b_blocks, 2 * slot + i)
-            acc = warpgroup_mma(_block(a_blocks, 2 * slot + i), b.permute((1, 0)), acc, is_async=True)
+            b = block(a_blocks if flags.same else b_blocks, 2 * slot + i)
+            acc = warpgroup_mma(block(a_blocks, 2 * slot + i), b.permute((1, 0)), acc, is_async=True)
             if flags.banded:
-                left = _block(b_blocks, 2 * slot + i)
-                right = left if flags.tall == 1 else _block(b_blocks, 2 * slot + second)
+                left = block(b_blocks, 2 * slot + i)
+                right = left if flags.tall == 1 else block(b_blocks, 2 * slot + second)
                 other = warpgroup_mma(left, right.permute((1, 0)), other, is_async=True)
         if flags.banded:
             acc, other = warpgroup_mma_wait(2 * flags.deep, deps=(acc, other))
         else:
             acc = warpgroup_mma_wait(flags.deep, deps=(acc,))
-        _release(ring, step - 1, flags.stages, k > 0)
+        release(ring, step - 1, flags.stages, k > 0)
         step += 1
     acc, other = warpgroup_mma_wait(0, deps=(acc, other))
-    _release(ring, step - 1, flags.stages)
+    release(ring, step - 1, flags.stages)
     return acc, other, step
 
 
 @gluon.jit
-def _with_scale(numbers, batch, K, flags: gl.constexpr):
+def with_scale(numbers, batch, K, flags: gl.constexpr):
     """α, β, ω and the matrix's scale, which may have to be waited for and found; all after a consumer's products."""
     alpha, beta, omega, of_scale = numbers
     if flags.early:
@@ -184,7 +184,7 @@ def _inverse_square(of_scale, batch, flags: gl.constexpr):
 
 
 @gluon.jit
-def _finish(acc, view, numbers, flags: gl.constexpr):
+def finish(acc, view, numbers, flags: gl.constexpr):
     """``s (α acc + β C)`` rounded, which replaces C in ``view``."""
     alpha, beta, _omega, scale = numbers
     acc = acc * alpha
@@ -198,7 +198,7 @@ def _finish(acc, view, numbers, flags: gl.constexpr):
 
 
 @gluon.jit
-def _symmetrize(view):
+def symmetrize(view):
     """Mirror the lower half of a block on the diagonal."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16])
     rows = gl.arange(0, SIDE, gl.SliceLayout(1, layout))[:, None]
@@ -222,10 +222,10 @@ def _shift(view, target, omega):
 
 
 @gluon.jit
-def _send(flags: gl.constexpr, result, blocks, number, batch, row, column):
+def send(flags: gl.constexpr, result, blocks, number, batch, row, column):
     """Store a block of D or Q: from registers in eights, or by the copy engine, which a program has to wait for."""
     if flags.tall == 1 and flags.in_eights:
-        _send_eights(result, _block(blocks, number), batch, row, column)
+        _send_eights(result, block(blocks, number), batch, row, column)
     else:
         store(result[0], [batch, row, column], blocks.index(number))
 
@@ -249,36 +249,36 @@ def whole_tile(ME: gl.constexpr, where, descs, ring, K, numbers, flags: gl.const
     d_result, q_result = descs[3], descs[4]
     batch, row, column = where[0], where[2] + ME * SIDE, where[3]
     acc, step = _multiply(ME, ring, K, flags)
-    numbers = _with_scale(numbers, batch, K, flags)
+    numbers = with_scale(numbers, batch, K, flags)
     if flags.symmetric:
         blocks = a_blocks if ME == 0 else b_blocks
         slot, next_slot = step % flags.stages, (step + 1) % flags.stages
-        _await_place(ring, step, flags.has_c, flags.stages)
-        view = _wide(blocks, flags.deep * slot, flags.tall * SIDE, flags.deep * flags.stages)
-        d = _finish(acc, view, numbers, flags)
+        await_place(ring, step, flags.has_c, flags.stages)
+        view = wide(blocks, flags.deep * slot, flags.tall * SIDE, flags.deep * flags.stages)
+        d = finish(acc, view, numbers, flags)
         await_free(ring, step + 1, flags.stages)
         if flags.tall == 1:
-            _block(blocks, 2 * next_slot).permute((1, 0)).store(d)
+            block(blocks, 2 * next_slot).permute((1, 0)).store(d)
         else:
-            _tall(blocks, next_slot, flags.stages).permute((1, 0)).store(d)
+            tall(blocks, next_slot, flags.stages).permute((1, 0)).store(d)
         fence_async_shared()
         barrier()
         for i in gl.static_range(flags.tall):
-            _send(flags, d_result, blocks, 2 * slot + i, batch, row, column + i * SIDE)
-            _send(flags, d_result, blocks, 2 * next_slot + i, batch, column + i * SIDE, row)
+            send(flags, d_result, blocks, 2 * slot + i, batch, row, column + i * SIDE)
+            send(flags, d_result, blocks, 2 * next_slot + i, batch, column + i * SIDE, row)
             if flags.has_q:
-                _send(flags, q_result, blocks, 2 * slot + i, batch, row, column + i * SIDE)
-                _send(flags, q_result, blocks, 2 * next_slot + i, batch, column + i * SIDE, row)
+                send(flags, q_result, blocks, 2 * slot + i, batch, row, column + i * SIDE)
+                send(flags, q_result, blocks, 2 * next_slot + i, batch, column + i * SIDE, row)
     else:
         # each consumer's rows of C come in a step of their own
         slot = (step + ME) % flags.stages
-        _await_place(ring, step + ME, flags.has_c, flags.stages)
-        view = _wide(b_blocks, flags.deep * slot, flags.broad * SIDE, flags.deep * flags.stages)
-        _finish(acc, view, numbers, flags)
+        await_place(ring, step + ME, flags.has_c, flags.stages)
+        view = wide(b_blocks, flags.deep * slot, flags.broad * SIDE, flags.deep * flags.stages)
+        finish(acc, view, numbers, flags)
         fence_async_shared()
         barrier()
         for i in gl.static_range(flags.broad):
-            _send(flags, d_result, b_blocks, flags.deep * flags.broad * slot + i, batch, row, column + i * SIDE)
+            send(flags, d_result, b_blocks, flags.deep * flags.broad * slot + i, batch, row, column + i * SIDE)
 
 
 @gluon.jit
@@ -287,33 +287,33 @@ def half_tile(where, descs, ring, K, numbers, flags: gl.constexpr):
     d_result, q_result = descs[3], descs[4]
     batch, row, column = where[0], where[2], where[3]
     acc, step = _multiply(0, ring, K, flags)
-    numbers = _with_scale(numbers, batch, K, flags)
+    numbers = with_scale(numbers, batch, K, flags)
     # blocks between this tile's first one and the diagonal: none above it, one across it, more below
     below = (row - column) // SIDE
     slot, next_slot, third = step % flags.stages, (step + 1) % flags.stages, (step + 2) % flags.stages
-    _await_place(ring, step, flags.has_c, flags.stages)
-    view = _wide(blocks, flags.deep * slot, 2 * SIDE, flags.deep * flags.stages)
-    d = _finish(acc, view, numbers, flags)
+    await_place(ring, step, flags.has_c, flags.stages)
+    view = wide(blocks, flags.deep * slot, 2 * SIDE, flags.deep * flags.stages)
+    d = finish(acc, view, numbers, flags)
     place, mirror, shifted = 2 * flags.deep * slot, 2 * flags.deep * next_slot, 2 * flags.deep * third
     if below < 2:
         if not flags.same:
-            _symmetrize(_block(blocks, place + below))
+            symmetrize(block(blocks, place + below))
         if flags.has_q:
             await_free(ring, step + 2, flags.stages)
-            _shift(_block(blocks, place + below), _block(blocks, shifted), numbers[2])
+            _shift(block(blocks, place + below), block(blocks, shifted), numbers[2])
     await_free(ring, step + 1, flags.stages)
-    _tall(blocks, flags.deep * next_slot, flags.deep * flags.stages).permute((1, 0)).store(d)
+    tall(blocks, flags.deep * next_slot, flags.deep * flags.stages).permute((1, 0)).store(d)
     fence_async_shared()
     barrier()
     for i in gl.static_range(2):
         if below >= i:
-            _send(flags, d_result, blocks, place + i, batch, row, column + i * SIDE)
+            send(flags, d_result, blocks, place + i, batch, row, column + i * SIDE)
             if flags.has_q:
-                _send(flags, q_result, blocks, shifted if below == i else place + i, batch, row, column + i * SIDE)
+                send(flags, q_result, blocks, shifted if below == i else place + i, batch, row, column + i * SIDE)
         if below > i:
-            _send(flags, d_result, blocks, mirror + i, batch, column + i * SIDE, row)
+            send(flags, d_result, blocks, mirror + i, batch, column + i * SIDE, row)
             if flags.has_q:
-                _send(flags, q_result, blocks, mirror + i, batch, column + i * SIDE, row)
+                send(flags, q_result, blocks, mirror + i, batch, column + i * SIDE, row)
 
 
 @gluon.jit
@@ -322,29 +322,29 @@ def lower_half(where, descs, ring, K, numbers, flags: gl.constexpr):
     d_result, q_result = descs[3], descs[4]
     batch, first, row = where[0], where[2], where[2] + SIDE
     acc, step = _multiply_lower(ring, K, flags)
-    numbers = _with_scale(numbers, batch, K, flags)
+    numbers = with_scale(numbers, batch, K, flags)
     left = 2 * (step % flags.stages)
     mirror, shifted = 2 * ((step + 1) % flags.stages), 2 * ((step + 2) % flags.stages)
-    _await_place(ring, step, flags.has_c, flags.stages)
-    _finish(acc, _wide(blocks, step % flags.stages, 2 * SIDE, flags.stages), numbers, flags)
+    await_place(ring, step, flags.has_c, flags.stages)
+    finish(acc, wide(blocks, step % flags.stages, 2 * SIDE, flags.stages), numbers, flags)
     if not flags.same:
-        _symmetrize(_block(blocks, left + 1))
+        symmetrize(block(blocks, left + 1))
     barrier()
     await_free(ring, step + 1, flags.stages)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16])
-    _block(blocks, mirror).permute((1, 0)).store(_block(blocks, left).load(layout))
+    block(blocks, mirror).permute((1, 0)).store(block(blocks, left).load(layout))
     if flags.has_q:
         await_free(ring, step + 2, flags.stages)
-        _shift(_block(blocks, left + 1), _block(blocks, shifted), numbers[2])
+        _shift(block(blocks, left + 1), block(blocks, shifted), numbers[2])
     fence_async_shared()
     barrier()
-    _send(flags, d_result, blocks, left, batch, row, first)
-    _send(flags, d_result, blocks, left + 1, batch, row, row)
-    _send(flags, d_result, blocks, mirror, batch, first, row)
+    send(flags, d_result, blocks, left, batch, row, first)
+    send(flags, d_result, blocks, left + 1, batch, row, row)
+    send(flags, d_result, blocks, mirror, batch, first, row)
     if flags.has_q:
-        _send(flags, q_result, blocks, left, batch, row, first)
-        _send(flags, q_result, blocks, shifted, batch, row, row)
-        _send(flags, q_result, blocks, mirror, batch, first, row)
+        send(flags, q_result, blocks, left, batch, row, first)
+        send(flags, q_result, blocks, shifted, batch, row, row)
+        send(flags, q_result, blocks, mirror, batch, first, row)
 
 
 @gluon.jit
@@ -353,34 +353,34 @@ def corner(where, descs, ring, K, numbers, flags: gl.constexpr):
     d_result, q_result = descs[3], descs[4]
     batch, _b_batch, row, _column, quarter, other_row, other_column = where
     acc, other, step = _multiply_corner(ring, quarter, K, flags)
-    numbers = _with_scale(numbers, batch, K, flags)
+    numbers = with_scale(numbers, batch, K, flags)
     place = 2 * (step % flags.stages)
     mirror, shifted = 2 * ((step + 1) % flags.stages), 2 * ((step + 2) % flags.stages)
-    _await_place(ring, step, flags.has_c, flags.stages)
-    _finish(acc, _block(blocks, place), numbers, flags)
+    await_place(ring, step, flags.has_c, flags.stages)
+    finish(acc, block(blocks, place), numbers, flags)
     if not flags.same:
-        _symmetrize(_block(blocks, place))
+        symmetrize(block(blocks, place))
     if flags.has_q:
         await_free(ring, step + 2, flags.stages)
-        _shift(_block(blocks, place), _block(blocks, shifted), numbers[2])
+        _shift(block(blocks, place), block(blocks, shifted), numbers[2])
     if flags.banded:
-        e = _finish(other, _block(blocks, place + 1), numbers, flags)
+        e = finish(other, block(blocks, place + 1), numbers, flags)
         if quarter == 1:
             await_free(ring, step + 1, flags.stages)
-            _block(blocks, mirror).permute((1, 0)).store(e)
+            block(blocks, mirror).permute((1, 0)).store(e)
         elif flags.has_q:
-            _shift(_block(blocks, place + 1), _block(blocks, shifted + 1), numbers[2])
+            _shift(block(blocks, place + 1), block(blocks, shifted + 1), numbers[2])
     fence_async_shared()
     barrier()
-    _send(flags, d_result, blocks, place, batch, row, row)
+    send(flags, d_result, blocks, place, batch, row, row)
     if flags.has_q:
-        _send(flags, q_result, blocks, shifted, batch, row, row)
+        send(flags, q_result, blocks, shifted, batch, row, row)
     if flags.banded:
-        _send(flags, d_result, blocks, place + 1, batch, other_row, other_column)
+        send(flags, d_result, blocks, place + 1, batch, other_row, other_column)
         if quarter == 1:
-            _send(flags, d_result, blocks, mirror, batch, other_column, other_row)
+            send(flags, d_result, blocks, mirror, batch, other_column, other_row)
             if flags.has_q:
-                _send(flags, q_result, blocks, place + 1, batch, other_row, other_column)
-                _send(flags, q_result, blocks, mirror, batch, other_column, other_row)
+                send(flags, q_result, blocks, place + 1, batch, other_row, other_column)
+                send(flags, q_result, blocks, mirror, batch, other_column, other_row)
         elif flags.has_q:
-            _send(flags, q_result, blocks, shifted + 1, batch, other_row, other_column)
+            send(flags, q_result, blocks, shifted + 1, batch, other_row, other_column)

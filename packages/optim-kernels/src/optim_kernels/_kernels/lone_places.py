@@ -4,6 +4,8 @@
     triangle       tiles on and below the diagonal, folded to a rectangle
     banded         programs for tiles on the diagonal, which take longest: two each, or four to three programs; then
                    tiles below it
+    shifted        of a product of two matrices: tiles that begin one block below those of the triangle, behind programs
+                   for the blocks that these leave out
 
 Letters: T tiles a side, or rows of tiles; q the program's number within its matrix; i, j tile row and column.
 """
@@ -45,6 +47,38 @@ def lone_place(q, T, SYMMETRIC: tl.constexpr, BANDED: tl.constexpr, TALL: tl.con
         i, j = folded_tile(q // PARTS, T)
         i = i * PARTS + q % PARTS
     return i, j, quarter, other
+
+
+@triton.jit
+def shifted_place(q, T):
+    """Which blocks of a triangle a program computes, as (kind, row, two columns) in numbers of blocks; T is 4, 8, 12, …
+
+    In tiles that begin at the odd rows and even columns, the triangle is but for blocks (e, e) of even e and the last
+    row. Four of these blocks at a time go to a program:
+
+        0    a tile, rows and columns
+        1    (e, e) and (f, f), and of the last row (·, e) and (·, f)
+        2    four blocks of the last row in odd columns: these two, and those four columns further on
+    """
+    corners = T // 2
+    special = corners + T // 4
+    if q < corners:
+        kind = 1
+        row = 2 * T - 1
+        column = 4 * q
+        second = column + 2
+    elif q < special:
+        kind = 2
+        row = 2 * T - 1
+        column = 8 * (q - corners) + 1
+        second = column + 2
+    else:
+        kind = 0
+        i, j = folded_tile(q - special, T - 1)
+        row = 2 * i + 1
+        column = 2 * j
+        second = column + 1
+    return kind, row, column, second
 
 
 @triton.jit

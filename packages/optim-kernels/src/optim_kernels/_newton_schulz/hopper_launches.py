@@ -56,7 +56,7 @@ def lone_launch(
 
     programs = grid[0] * grid[1]
     overlap = may_overlap(tile, programs, device)
-    if flags.ahead and not (overlap and may_copy_ahead(programs, device)):
+    if flags.ahead and not (overlap and may_copy_ahead(programs, device) and not flags.banded):
         flags = flags._replace(ahead=False)
     side: int = SIDE.value
     options: dict[str, Any] = {"launch_pdl": True} if overlap else {}

@@ -126,8 +126,10 @@ def _symmetric_launch(
     )
     if same and ahead:
         raise ValueError("ahead is for two operands, got x xᵀ")
-    if not same and (tile.joined or (tile.lone and tile.quartered)):
+    if not same and tile.joined:
         raise ValueError(f"{tile} is for x xᵀ alone, got two operands; leave the tile to the shape")
+    if not same and tile.lone and tile.quartered and q is not None:
+        raise ValueError(f"{tile} takes no shift of a product of two operands; leave the tile to the shape")
     if num_b != batch and (not tile.lone or batch % num_b):
         raise ValueError(f"{tile} multiplies two batches of one size, got {batch} and {num_b} matrices")
     if parts and not may_find_norm(m, tile):

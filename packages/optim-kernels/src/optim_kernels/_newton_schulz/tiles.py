@@ -33,8 +33,8 @@ class Tile(NamedTuple):
     ping_pong: bool = False
     # the same with both consumers on one tile (`_hopper.wide_kernel`)
     cooperative: bool = False
-    # symmetric products: tiles on the diagonal are computed by quarters, without the upper right one; lone tiles for A
-    # Aᵀ alone, four diagonal ones by three programs
+    # symmetric products: tiles on the diagonal are computed by quarters, without the upper right one; lone tiles, four
+    # on the diagonal by three programs
     quartered: bool = False
     # A Aᵀ: tiles on the diagonal are computed in pairs
     joined: bool = False
@@ -188,7 +188,7 @@ def symmetric_tile(
 
     choice = [*SYMMETRIC, *([JOINED] if same else [])]
     if hopper:
-        choice += _lone_symmetric(m, batch, num_sms, same)
+        choice += _lone_symmetric(m, batch, num_sms, same, shifted)
         if batch * symmetric_tiles(m, PING_PONG) > num_sms:
             choice.append((PING_PONG, PING_PONG_COST))
         if same and not shifted and k >= WIDE_LENGTH and batch * symmetric_tiles(m, WIDE) > num_sms:
@@ -220,14 +220,14 @@ def general_tile(m: int, n: int, k: int, batch: int, num_sms: int, hopper: bool 
     return min(choice, key=lambda each: _time(each[1], programs(each[0]), k, num_sms))[0]
 
 
-def _lone_symmetric(m: int, batch: int, num_sms: int, same: bool) -> list[tuple[Tile, Cost]]:
+def _lone_symmetric(m: int, batch: int, num_sms: int, same: bool, shifted: bool) -> list[tuple[Tile, Cost]]:
     """Lone tiles, where there are enough multiprocessors for one program on each."""
     found = []
     for tile, cost in LONE_SYMMETRIC:
         ways = [tile]
         if same and tile == LONE_SMALL[0]:
             ways.append(tile._replace(joined=True))
-        elif same and tile == LONE[0] and cdiv(m, tile.side) % 4 == 0:
+        elif (same or not shifted) and tile == LONE[0] and cdiv(m, tile.side) % 4 == 0:
             ways.append(tile._replace(quartered=True))
         found += [(way, cost) for way in ways if batch * symmetric_programs(m, way) <= num_sms][:1]
     return found
