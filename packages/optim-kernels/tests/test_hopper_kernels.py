@@ -74,16 +74,21 @@ def compiled(kind):
         tall, broad = blocks.get(kind.split()[1], (2, 2 if symmetric else 4))
         square = symmetric and tall == broad
         same = square and "shifted" not in kind
-        constants |= dict(SYMMETRIC=symmetric, SAME=same, HAS_Q=symmetric and same >= square)
-        constants |= dict(BANDED=square, OVERLAP=True)
+        is_low, is_apart = "low" in kind, "apart" in kind
+        has_q = symmetric and same >= square and not is_low
+        constants |= dict(SYMMETRIC=symmetric, SAME=same, HAS_Q=has_q, LOW=is_low, APART=is_apart)
+        constants |= dict(HAS_C=kind != "symmetric low lone", BANDED=square, OVERLAP=True)
+        types |= {"q": "*fp32"} if is_apart else {}
         constants |= dict(AHEAD=symmetric and not square, LATE=symmetric and not square)
         constants |= dict(IN_EIGHTS="half" not in kind)
         finds_norm = symmetric and kind not in ("symmetric lone", "symmetric shifted lone")
         types |= {"scale": "*fp64"} if finds_norm else {}
         constants |= dict(PARTS=1024 if finds_norm else 0, ADD_EPS=False)
-        constants |= dict(STAGES=5 if tall == 3 or "shifted" in kind else 4, TALL=tall, BROAD=broad, EARLY=square)
+        stages = 5 if tall == 3 or "shifted" in kind else 3 if broad == 4 else 4
+        constants |= dict(STAGES=stages, TALL=tall, BROAD=broad, EARLY=square)
     elif wide:
-        constants |= dict(SYMMETRIC=symmetric, STAGES=3)
+        types |= {"betas": "*fp32"}
+        constants |= dict(SYMMETRIC=symmetric, APART="apart" in kind, STAGES=3)
     elif "int8" in kind:
         del constants["HAS_C"]
         kinds = {"int8 A": GRAM, "int8 S": POLYNOMIAL, "int8 X": STEP}
@@ -125,9 +130,13 @@ KINDS = {
     "update": 2 * 2 * 4,
     "symmetric wide": 2 * 3 * 4,
     "general wide": 2 * 2 * 4,
+    "general wide apart": 2 * 2 * 4,
     "symmetric lone": (2 + 1 + 2) * 4,
     "general lone": 2 * 4,
     "symmetric shifted lone": (2 + 2 + 2) * 4,
+    "symmetric low lone": (2 + 1 + 2) * 4,
+    "general low lone": 2 * 4,
+    "general apart lone": 2 * 4,
     "symmetric small lone": (2 + 4) * 4,
     "general small lone": 2 * 4,
     "general tall lone": 3 * 4,

@@ -21,6 +21,7 @@ from optim_kernels._newton_schulz.tiles import (
     LONE_SMALL,
     PING_PONG,
     WIDE,
+    WIDE_LENGTH,
     Tile,
     cdiv,
     general_tile,
@@ -539,6 +540,13 @@ def test_tiles_that_a_product_cannot_take_are_refused() -> None:
         mk.symmetric_product(x, x.clone(), tile=LONE_SMALL[0]._replace(joined=True))
     with pytest.raises(ValueError, match="no shift of a product of two operands"):
         mk.symmetric_product(x, x.clone(), shifted=(x, 1.0), tile=fours)
+    with pytest.raises(ValueError, match="gives no rounding errors"):
+        mk.symmetric_product(x, x, low=x, tile=LONE_SMALL[0])
+    for kept in ({"low": x}, {"diagonal": x}):
+        with pytest.raises(ValueError, match="gives neither rounding errors nor a diagonal"):
+            mk.general_product(x, x.mT, **kept, tile=Tile(128, 128, 64, 4, 3))
+    with pytest.raises(ValueError, match="takes one beta for all rows"):
+        mk.general_product(x, x.mT, c=x, betas=x, tile=LONE_WIDE)
     with pytest.raises(ValueError, match="for sums of 576 and more, got 64"):
         mk.symmetric_product(x, x, tile=WIDE)
     with pytest.raises(ValueError, match="two batches of one size, got 2 and 1 matrices"):
@@ -601,6 +609,59 @@ def test_lone_products(shape: tuple[int, int, int], lone: Tile, whole: Tile, wid
         a = mk.symmetric_product(x, x, tile=lone)
         assert a[0].isnan().any()
         assert torch.equal(a[1:], results[0][0][1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("shape", [(1, 2048, 520), (2, 1000, 64), (1, 1704, 5000), (3, 40, 8), (1, 1, 1)], ids=str)
+def test_results_in_two_numbers(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """On Hopper: the result beside its rounding error, and a diagonal beside the rest; the result has the same bits."""
+    if not mk.has_gluon(None):
+        pytest.skip("needs Hopper and Triton 3.6")
+    count, m, k = shape
+    digits = torch.finfo(dtype).eps
+    like = torch.empty(0, dtype=dtype, device="cuda")
+
+    def matrices(rows: int, columns: int) -> Tensor:
+        x = mk.empty_matrices(count, rows, columns, like=like)
+        return x.copy_(torch.randn(x.shape, device="cuda") / columns**0.5)
+
+    def near(high: Tensor, low: Tensor, wide: Tensor) -> None:
+        # the tensor cores' sums are 2e-5 off themselves
+        assert (high.double() + low - wide).norm() <= digits * (high - wide).norm() + 4e-5 * wide.norm()
+
+    x, low = matrices(m, k), matrices(m, m)
+    wide = 64 * x.double() @ x.double().mT
+    tiles = [LONE[0], LONE[0]._replace(quartered=True)][: 1 + (cdiv(m, 128) % 4 == 0)]
+    for tile in tiles:
+        plain = mk.symmetric_product(x, x, alpha=64.0, tile=tile)
+        assert torch.equal(mk.symmetric_product(x, x, alpha=64.0, low=low.fill_(torch.nan), tile=tile), plain)
+        assert torch.equal(low, low.mT)
+        near(plain, low, wide)
+    s, c, y = matrices(m, m), matrices(m, m), matrices(m, 2056)
+    product = s.double() @ plain.double()
+    for tile in (LONE_WIDE, LONE_SQUARE, LONE_TALL):
+        result = mk.general_product(s, plain, c=c, beta=2.0, tile=tile)
+        again = mk.general_product(s, plain, c=c, beta=2.0, low=low.fill_(torch.nan), tile=tile)
+        assert torch.equal(again, result)
+        near(result, low, product + 2 * c.double())
+        diagonal = torch.full((count * m + 5,), 7.0, device="cuda")
+        rest = mk.general_product(s, plain, diagonal=diagonal, tile=tile)
+        plain_rest = mk.general_product(s, plain, tile=tile)
+        plain_rest.diagonal(dim1=-2, dim2=-1).zero_()
+        assert torch.equal(rest, plain_rest)
+        torch.testing.assert_close(
+            diagonal[: count * m].view(count, m),
+            product.diagonal(dim1=-2, dim2=-1).float(),
+            rtol=1e-5,
+            atol=2e-6 * float(product.norm()),
+        )
+        assert (diagonal[count * m :] == 7.0).all()
+    if m >= WIDE_LENGTH:
+        betas = torch.randn(count * m, device="cuda")
+        result = mk.general_product(s, y, c=y, betas=betas, tile=WIDE)
+        wide = s.double() @ y.double() + betas.view(count, m, 1).double() * y.double()
+        assert (result - wide).norm() <= 0.3 * digits * wide.norm()
 
 
 @pytest.mark.gpu

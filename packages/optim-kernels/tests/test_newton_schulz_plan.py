@@ -2,6 +2,7 @@
 
 import gc
 from collections import OrderedDict
+from functools import partial
 from itertools import pairwise, product
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
 from optim_kernels._newton_schulz.copy_engine import as_batch
 from optim_kernels._newton_schulz.iterations import apply_row_factors
 from optim_kernels._newton_schulz.product_launches import symmetric_product
-from optim_kernels._newton_schulz.tile_choice import finds_norm, has_gluon, takes_pairs
+from optim_kernels._newton_schulz.tile_choice import finds_norm, has_gluon, takes_factors, takes_pairs
 from optim_kernels.orthogonalization import _operator, _taken_apart, _values
 from optim_utils.testing import run_ranks
 
@@ -52,9 +53,9 @@ def written_by(job: Job) -> set[int]:
     return set() if job.kind is Kind.RECTANGLE else {job.d, job.d + job.twice, job.q}
 
 
-@pytest.mark.parametrize("in_pairs", [False, True])
+@pytest.mark.parametrize("options", [{}, {"in_pairs": True}, {"in_factors": True}], ids=str)
 @pytest.mark.parametrize("coefficients", [*COEFFICIENTS, (1.5, -0.5, 0.0)], ids=str)
-def test_what_a_product_reads_ahead_is_complete(coefficients: Any, in_pairs: bool) -> None:
+def test_what_a_product_reads_ahead_is_complete(coefficients: Any, options: dict[str, bool]) -> None:
     """For every list of jobs: the launches that have written an operand have ended for sure when it is read."""
     found = 0
     for steps, restarts, method in product(range(11), [None, "accurate", (), (1,), (3, 4)], ["standard", "gram"]):
@@ -62,12 +63,12 @@ def test_what_a_product_reads_ahead_is_complete(coefficients: Any, in_pairs: boo
             config = NSConfig(coefficients=coefficients, steps=steps, restarts=restarts, method=method)
         except ValueError:
             continue  # a set for one number of steps
-        jobs = jobs_of(config, 256, 1024, in_pairs=in_pairs)
+        jobs = jobs_of(config, 256, 1024, **options)
         ahead = plan._reads_ahead(jobs)
         # how many launches have ended for sure when this one begins: the first may begin before the norm's have
         ended = -1
         for number, job in enumerate(jobs):
-            if number > 0 and ahead[number] and jobs[number - 1].kind is not Kind.RECTANGLE:
+            if number > 0 and ahead[number] and jobs[number - 1].kind not in (Kind.RECTANGLE, Kind.FULL):
                 ended = number - 1
             if ahead[number]:
                 writers = [n for n in range(number) if written_by(jobs[n]) & {job.a, job.a + job.twice}]
@@ -85,6 +86,7 @@ def test_what_may_not_be_complete_is_not_read_ahead() -> None:
         (Job(Kind.SQUARE, 1, 1, 2, q=0), False),
         # lets the next launch start when it begins itself, also where it writes X alone
         (Job(Kind.RECTANGLE, 1, 0, 1), False),
+        (Job(Kind.FULL, 1, 1, 2), False),
     ]:
         assert plan._reads_ahead([first, before, last]) == [False, False, may, False]
 
@@ -164,6 +166,103 @@ def test_fewer_launches_compute_the_same(shape: tuple[int, ...], options: dict[s
     assert relative_error(results[0], expected) <= (4e-2 if options.get("restarts") == () else 5e-3)
 
 
+def by_torch(
+    a: Tensor,
+    b: Tensor,
+    *,
+    out: Tensor,
+    c: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    scale: Tensor | None = None,
+    low: Tensor | None = None,
+    diagonal: Tensor | None = None,
+    betas: Tensor | None = None,
+    shifted: tuple[Tensor, float] | None = None,
+    symmetric: bool = False,
+    **others: object,
+) -> Tensor:
+    """A product with all that Hopper's kernels may do with it; ``symmetric``: with bᵀ, and mirrored."""
+    count, m, _ = out.shape
+    wide = alpha * a.double() @ (b.mT if symmetric else b).double()
+    if diagonal is not None:
+        on_diagonal = wide.diagonal(dim1=-2, dim2=-1)
+        diagonal[: count * m].view(count, m).copy_(on_diagonal)
+        on_diagonal.zero_()
+    if c is not None:
+        wide += (beta if betas is None else betas[: count * m].view(count, m, 1).double()) * c
+    if scale is not None:
+        wide *= scale[:, None, None]
+    if symmetric:
+        wide = wide.tril() + wide.tril(-1).mT
+    out.copy_(wide)
+    if low is not None:
+        low.copy_(wide - out)
+    if shifted is not None:
+        shifted[0].copy_(out + shifted[1] * torch.eye(m, device=out.device))
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(24, 100), (2, 9, 36), (120, 24)], ids=str)
+def test_a_restart_in_factors_launch_by_launch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """By plain products in place of Hopper's kernels; replays, which have diagonals of their own, too."""
+    x = torch.randn(shape, device=DEVICE).to(dtype)
+    config = NSConfig(method="gram", dtype=torch.float16)
+    general = mock.Mock(side_effect=by_torch)
+    with (
+        mock.patch.object(plan, "takes_factors", return_value=True),
+        mock.patch.object(plan, "finds_norm", return_value=False),
+        mock.patch.object(plan, "takes_chain", return_value=False),
+        mock.patch.object(plan, "symmetric_product", partial(by_torch, symmetric=True)),
+        mock.patch.object(plan, "general_product", general),
+    ):
+        own = plan.plan_for(x, config)
+        results = [own(x) for _ in range(3)]
+        # the last of them is replayed on a GPU
+        assert general.call_count == (2 if DEVICE == "cuda" else 3) * 4
+        with mock.patch.object(plan, "takes_factors", return_value=False):
+            by_x = plan.plan_for(x, config)(x)
+    assert all(torch.equal(result, results[0]) for result in results)
+    expected = expected_of(x)
+    assert relative_error(results[0], expected) <= 2 * relative_error(by_x, expected) <= 5e-2
+
+
+def test_matrices_with_row_factors_restart_by_x() -> None:
+    x = torch.randn(24, 100, device=DEVICE)
+    config = NSConfig(coefficients="aol4", steps=4, method="gram", dtype=torch.float16)
+    with mock.patch.object(plan, "takes_factors", return_value=True):
+        result = plan.plan_for(x, config)(x)
+    assert torch.equal(result, plan.plan_for(x, config)(x))
+
+
+@gpu
+@pytest.mark.parametrize("name", ["keller", "polar_express_gram"])
+@pytest.mark.parametrize("shape", [(2048, 8192), (7000, 1736)], ids=str)
+def test_a_restart_in_factors_is_as_accurate_launch_by_launch(shape: tuple[int, int], name: str) -> None:
+    """As one by X; the same bits from call to call, captured or not; on singular values alike, 1/i and 1/i²."""
+    m, config = min(shape), NSConfig(coefficients=name)
+    if not has_gluon(None):
+        pytest.skip("needs Hopper and Triton 3.6")
+    assert takes_factors(1, m, max(shape), torch.float16, torch.device(DEVICE))
+    i = torch.arange(1, m + 1, dtype=torch.float64, device=DEVICE)
+    for values in (torch.ones_like(i), 1 / i, 1 / i**2):
+        u, v = (torch.linalg.qr(torch.randn(n, m, dtype=torch.float64, device=DEVICE))[0] for n in shape)
+        x = (1e3 * (u * values) @ v.mT).half()
+        expected = expected_of(x, coefficients=name)
+        own = plan.plan_for(x, config)
+        results = [own(x), own(x), own(x)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = own(x)
+        graph.replay()
+        assert all(torch.equal(result, captured) for result in results)
+        with mock.patch.object(plan, "takes_factors", return_value=False):
+            by_x = plan.plan_for(x, config)(x)
+        assert not torch.equal(by_x, captured)
+        assert relative_error(captured, expected) <= 1.2 * relative_error(by_x, expected)
+
+
 def test_which_launches_are_left_out() -> None:
     """On Hopper, for 16 bits, where products take one round; the norm of matrices of more than one tile."""
     is_hopper = DEVICE == "cuda" and has_gluon(None)
@@ -173,6 +272,16 @@ def test_which_launches_are_left_out() -> None:
             can = is_hopper and dtype != torch.float32
             assert takes_pairs(1, *kind) == (can and pairs)
             assert finds_norm(1, m, *kind) == (can and norm)
+        for count, m, n, factors in (
+            (1, 2048, 8192, True),
+            (1, 1792, 10000, True),
+            (1, 2048, 8191, False),
+            (1, 1024, 8192, False),
+            (2, 2048, 8192, False),
+            (1, 4096, 16384, False),
+        ):
+            can = is_hopper and dtype != torch.float32
+            assert takes_factors(count, m, n, dtype, torch.device(DEVICE)) == (can and factors)
 
 
 def test_a_nan_and_a_zero_stay_in_their_matrices() -> None:

@@ -49,6 +49,7 @@ class WideFlags(NamedTuple):
     symmetric: Any
     has_c: Any
     has_scale: Any
+    apart: Any
     group: Any
     depth: Any
     stages: Any
@@ -67,6 +68,8 @@ class LoneFlags(NamedTuple):
     has_c: Any
     has_q: Any
     has_scale: Any
+    low: Any
+    apart: Any
     banded: Any
     parts: Any
     adds_eps: Any

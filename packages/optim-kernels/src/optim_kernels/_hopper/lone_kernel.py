@@ -3,7 +3,9 @@
     D = s (α A Bᵀ + β C),  Q = D + ω I     SYMMETRIC: tiles on and below the diagonal, mirrored
     D = s (α A B + β C)                    otherwise
 
-With SYMMETRIC, B may be a shorter batch, which is repeated.
+With SYMMETRIC, B may be a shorter batch, which is repeated. With LOW, of tiles with two consumers and more, Q is the
+rounding error of D, so that D + Q has twice the digits. With APART, not SYMMETRIC, D has zeros on the diagonal, which
+is stored by itself at the address of Q, in fp32 [batch, M].
 
 A tile has TALL × BROAD blocks of 64×64:
 
@@ -139,6 +141,8 @@ def lone_kernel(
     HAS_C: gl.constexpr,
     HAS_Q: gl.constexpr,
     HAS_SCALE: gl.constexpr,
+    LOW: gl.constexpr,
+    APART: gl.constexpr,
     BANDED: gl.constexpr,
     PARTS: gl.constexpr,
     ADD_EPS: gl.constexpr,
@@ -161,6 +165,8 @@ def lone_kernel(
         HAS_C,
         HAS_Q,
         HAS_SCALE,
+        LOW,
+        APART,
         BANDED,
         PARTS,
         ADD_EPS,

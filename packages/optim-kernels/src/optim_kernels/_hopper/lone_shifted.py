@@ -158,7 +158,7 @@ def _tile(ME: gl.constexpr, where, descs, ring, K, numbers, flags: gl.constexpr)
     row = gl.where(is_tile, row + ME * SIDE, row)
     slot, mirror = (step + ME) % flags.stages, (step + ME + 2) % flags.stages
     await_place(ring, step + ME, flags.has_c, flags.stages)
-    d = finish(acc, wide(blocks, slot, 2 * SIDE, flags.stages), numbers, flags)
+    d, _low = finish(acc, wide(blocks, slot, 2 * SIDE, flags.stages), numbers, flags)
     if ME == 0:  # noqa: SIM102
         if row == second:
             symmetrize(block(blocks, 2 * slot + 1))
@@ -182,8 +182,8 @@ def _left_out(ON_DIAGONAL: gl.constexpr, where, descs, ring, K, numbers, flags: 
     numbers = with_scale(numbers, batch, K, flags)
     place, mirror = 2 * (step % flags.stages), 2 * ((step + 2) % flags.stages)
     await_place(ring, step, flags.has_c, flags.stages)
-    d = finish(acc, block(blocks, place), numbers, flags)
-    e = finish(other, block(blocks, place + 1), numbers, flags)
+    d, _low = finish(acc, block(blocks, place), numbers, flags)
+    e, _low = finish(other, block(blocks, place + 1), numbers, flags)
     if ON_DIAGONAL:
         symmetrize(block(blocks, place))
         symmetrize(block(blocks, place + 1))

@@ -6,7 +6,8 @@
     lower_half    the lower 64 rows of a diagonal tile
 
 D is written where C was, the mirror image into the slot after it and Q, where it differs, into the one after that. The
-slots are those of the steps that would come next: they are free when all consumers have read what is in them.
+slots are those of the steps that would come next: they are free when all consumers have read what is in them. With LOW
+the rounding errors of D follow, in the same places once D has left them.
 
 D is symmetric to the last bit: see `_kernels.symmetric`.
 """
@@ -18,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -185,7 +187,7 @@ def _inverse_square(of_scale, batch, flags: gl.constexpr):
 
 @gluon.jit
 def finish(acc, view, numbers, flags: gl.constexpr):
-    """``s (α acc + β C)`` rounded, which replaces C in ``view``."""
+    """``s (α acc + β C)`` rounded, which replaces C in ``view``; and with LOW what rounding took from it."""
     alpha, beta, _omega, scale = numbers
     acc = acc * alpha
     if flags.has_c:
@@ -194,7 +196,31 @@ def finish(acc, view, numbers, flags: gl.constexpr):
         acc *= scale
     d = acc.to(view.dtype)
     view.store(d)
-    return d
+    low = d
+    if flags.low:
+        low = (acc - d.to(gl.float32)).to(view.dtype)
+    return d, low
+
+
+@gluon.jit
+def _await_sent():
+    """Wait until the copy engine has read what this consumer has sent."""
+    tma.store_wait(0)
+    barrier()
+
+
+@gluon.jit
+def _put_apart(acc, result, batch, row, column):
+    """Store the part of a square matrix's diagonal that is in ``acc``, at this place; return it with zeros there."""
+    desc, diagonals = result
+    side = desc.shape[1]
+    layout: gl.constexpr = acc.type.layout
+    i = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
+    j = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+    on_diagonal = i[:, None] == j[None, :]
+    is_here = (i >= column) & (i < column + acc.shape[1]) & (i < side)
+    gl.store(diagonals + batch.to(gl.int64) * side + i, gl.sum(gl.where(on_diagonal, acc, 0.0), axis=1), mask=is_here)
+    return gl.where(on_diagonal, 0.0, acc)
 
 
 @gluon.jit
@@ -255,12 +281,13 @@ def whole_tile(ME: gl.constexpr, where, descs, ring, K, numbers, flags: gl.const
         slot, next_slot = step % flags.stages, (step + 1) % flags.stages
         await_place(ring, step, flags.has_c, flags.stages)
         view = wide(blocks, flags.deep * slot, flags.tall * SIDE, flags.deep * flags.stages)
-        d = finish(acc, view, numbers, flags)
+        d, low = finish(acc, view, numbers, flags)
         await_free(ring, step + 1, flags.stages)
         if flags.tall == 1:
-            block(blocks, 2 * next_slot).permute((1, 0)).store(d)
+            mirror = block(blocks, 2 * next_slot).permute((1, 0))
         else:
-            tall(blocks, next_slot, flags.stages).permute((1, 0)).store(d)
+            mirror = tall(blocks, next_slot, flags.stages).permute((1, 0))
+        mirror.store(d)
         fence_async_shared()
         barrier()
         for i in gl.static_range(flags.tall):
@@ -269,16 +296,35 @@ def whole_tile(ME: gl.constexpr, where, descs, ring, K, numbers, flags: gl.const
             if flags.has_q:
                 send(flags, q_result, blocks, 2 * slot + i, batch, row, column + i * SIDE)
                 send(flags, q_result, blocks, 2 * next_slot + i, batch, column + i * SIDE, row)
+        if flags.low:
+            _await_sent()
+            view.store(low)
+            mirror.store(low)
+            fence_async_shared()
+            barrier()
+            for i in gl.static_range(flags.tall):
+                send(flags, q_result, blocks, 2 * slot + i, batch, row, column + i * SIDE)
+                send(flags, q_result, blocks, 2 * next_slot + i, batch, column + i * SIDE, row)
     else:
         # each consumer's rows of C come in a step of their own
         slot = (step + ME) % flags.stages
         await_place(ring, step + ME, flags.has_c, flags.stages)
         view = wide(b_blocks, flags.deep * slot, flags.broad * SIDE, flags.deep * flags.stages)
-        finish(acc, view, numbers, flags)
+        first = flags.deep * flags.broad * slot
+        if flags.apart:
+            acc = _put_apart(acc, q_result, batch, row, column)
+        _d, low = finish(acc, view, numbers, flags)
         fence_async_shared()
         barrier()
         for i in gl.static_range(flags.broad):
-            send(flags, d_result, b_blocks, flags.deep * flags.broad * slot + i, batch, row, column + i * SIDE)
+            send(flags, d_result, b_blocks, first + i, batch, row, column + i * SIDE)
+        if flags.low:
+            _await_sent()
+            view.store(low)
+            fence_async_shared()
+            barrier()
+            for i in gl.static_range(flags.broad):
+                send(flags, q_result, b_blocks, first + i, batch, row, column + i * SIDE)
 
 
 @gluon.jit
@@ -293,7 +339,7 @@ def half_tile(where, descs, ring, K, numbers, flags: gl.constexpr):
     slot, next_slot, third = step % flags.stages, (step + 1) % flags.stages, (step + 2) % flags.stages
     await_place(ring, step, flags.has_c, flags.stages)
     view = wide(blocks, flags.deep * slot, 2 * SIDE, flags.deep * flags.stages)
-    d = finish(acc, view, numbers, flags)
+    d, _low = finish(acc, view, numbers, flags)
     place, mirror, shifted = 2 * flags.deep * slot, 2 * flags.deep * next_slot, 2 * flags.deep * third
     if below < 2:
         if not flags.same:
@@ -326,7 +372,8 @@ def lower_half(where, descs, ring, K, numbers, flags: gl.constexpr):
     left = 2 * (step % flags.stages)
     mirror, shifted = 2 * ((step + 1) % flags.stages), 2 * ((step + 2) % flags.stages)
     await_place(ring, step, flags.has_c, flags.stages)
-    finish(acc, wide(blocks, step % flags.stages, 2 * SIDE, flags.stages), numbers, flags)
+    view = wide(blocks, step % flags.stages, 2 * SIDE, flags.stages)
+    _d, low = finish(acc, view, numbers, flags)
     if not flags.same:
         symmetrize(block(blocks, left + 1))
     barrier()
@@ -345,6 +392,16 @@ def lower_half(where, descs, ring, K, numbers, flags: gl.constexpr):
         send(flags, q_result, blocks, left, batch, row, first)
         send(flags, q_result, blocks, shifted, batch, row, row)
         send(flags, q_result, blocks, mirror, batch, first, row)
+    if flags.low:
+        _await_sent()
+        view.store(low)
+        barrier()
+        block(blocks, mirror).permute((1, 0)).store(block(blocks, left).load(layout))
+        fence_async_shared()
+        barrier()
+        send(flags, q_result, blocks, left, batch, row, first)
+        send(flags, q_result, blocks, left + 1, batch, row, row)
+        send(flags, q_result, blocks, mirror, batch, first, row)
 
 
 @gluon.jit
@@ -357,14 +414,14 @@ def corner(where, descs, ring, K, numbers, flags: gl.constexpr):
     place = 2 * (step % flags.stages)
     mirror, shifted = 2 * ((step + 1) % flags.stages), 2 * ((step + 2) % flags.stages)
     await_place(ring, step, flags.has_c, flags.stages)
-    finish(acc, block(blocks, place), numbers, flags)
+    _d, low = finish(acc, block(blocks, place), numbers, flags)
     if not flags.same:
         symmetrize(block(blocks, place))
     if flags.has_q:
         await_free(ring, step + 2, flags.stages)
         _shift(block(blocks, place), block(blocks, shifted), numbers[2])
     if flags.banded:
-        e = finish(other, block(blocks, place + 1), numbers, flags)
+        e, other_low = finish(other, block(blocks, place + 1), numbers, flags)
         if quarter == 1:
             await_free(ring, step + 1, flags.stages)
             block(blocks, mirror).permute((1, 0)).store(e)
@@ -384,3 +441,17 @@ def corner(where, descs, ring, K, numbers, flags: gl.constexpr):
                 send(flags, q_result, blocks, mirror, batch, other_column, other_row)
         elif flags.has_q:
             send(flags, q_result, blocks, shifted + 1, batch, other_row, other_column)
+    if flags.low:
+        _await_sent()
+        block(blocks, place).store(low)
+        if flags.banded:
+            block(blocks, place + 1).store(other_low)
+            if quarter == 1:
+                block(blocks, mirror).permute((1, 0)).store(other_low)
+        fence_async_shared()
+        barrier()
+        send(flags, q_result, blocks, place, batch, row, row)
+        if flags.banded:
+            send(flags, q_result, blocks, place + 1, batch, other_row, other_column)
+            if quarter == 1:
+                send(flags, q_result, blocks, mirror, batch, other_column, other_row)

@@ -1,7 +1,7 @@
 """Products of Newton–Schulz for Hopper in Gluon, in tiles of 128×256: for large matrices, limited by power.
 
     D = s (α A Aᵀ + β C)     SYMMETRIC: the tiles of one triangle of 256×256 blocks are computed, and mirrored
-    D = s (α A B + β C)      otherwise
+    D = s (α A B + β C)      otherwise; APART: with a β for each row, in fp32 [batch, M]
 
 One program a multiprocessor walks over tiles p, p + P, p + 2P, … (P programs). Both of its consumers multiply the same
 slots of the ring, each its own 64 rows of A with all 256 columns of B. Compared with two tiles of 128×128
@@ -106,7 +106,7 @@ def _store_mirrored(mirror_desc, place, d, buffer):
 @gluon.jit
 def _consume(ME: gl.constexpr, results, ring, buffers, c_ready, schedule, numbers, flags: gl.constexpr):
     c_desc, d_desc, mirror_desc = results
-    alpha, beta, scale = numbers
+    alpha, beta, scale, betas = numbers
     empty = ring[3]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     total, tiles, T, columns, K = schedule
@@ -136,13 +136,18 @@ def _consume(ME: gl.constexpr, results, ring, buffers, c_ready, schedule, number
         if flags.has_c:
             mbarrier.expect(c_ready.index(ME), c_desc.block_type.nbytes)
             load(c_desc, [batch, row + ME * HALF, column], c_ready.index(ME), buffer)
+        of_c = beta
+        if flags.apart:
+            at = row + ME * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+            side = d_desc.shape[1]
+            of_c = gl.load(betas + batch.to(gl.int64) * side + at, mask=at < side, other=0.0)[:, None]
         acc, step = _multiply(ME, ring, acc, step, 2 * PAUSE * flags.depth, K, flags)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((step + flags.stages - 1) % flags.stages))
         acc = acc * alpha
         if flags.has_c:
             mbarrier.wait(c_ready.index(ME), turns & 1)
-            acc += beta * matrix.load(layout).to(gl.float32)
+            acc += of_c * matrix.load(layout).to(gl.float32)
         if flags.has_scale:
             acc *= gl.load(scale + batch)
         turns += 1  # noqa: SIM113
@@ -169,6 +174,7 @@ def wide_product_kernel(
     d_desc,
     mirror_desc,
     scale,
+    betas,
     total,
     tiles,
     T,
@@ -179,6 +185,7 @@ def wide_product_kernel(
     SYMMETRIC: gl.constexpr,
     HAS_C: gl.constexpr,
     HAS_SCALE: gl.constexpr,
+    APART: gl.constexpr,
     GROUP: gl.constexpr,
     DEPTH: gl.constexpr,
     STAGES: gl.constexpr,
@@ -190,8 +197,8 @@ def wide_product_kernel(
     fence_async_shared()
     results = (c_desc, d_desc, mirror_desc)
     schedule = (total, tiles, T, columns, K)
-    numbers = (alpha, beta, scale)
-    flags: gl.constexpr = wide_flags(SYMMETRIC, HAS_C, HAS_SCALE, GROUP, DEPTH, STAGES)
+    numbers = (alpha, beta, scale, betas)
+    flags: gl.constexpr = wide_flags(SYMMETRIC, HAS_C, HAS_SCALE, APART, GROUP, DEPTH, STAGES)
     gl.warp_specialize(
         [
             (_consume, (0, results, ring, buffers, c_ready, schedule, numbers, flags)),

@@ -67,7 +67,8 @@ class NSConfig:
             after every second step from the first on. Numbers from ``steps`` on are ignored: a list may serve several
             numbers of steps. Longer blocks are faster, but with 16-bit operands four steps without a restart may be 25
             times as far from the exact result, and five or more leave fp16. Where one launch on Hopper runs the whole
-            iteration, a single restart of long matrices forms R from its factors (`chain_jobs`).
+            iteration, and for single matrices of some 1,700 to 2,048 rows, a single restart of long matrices forms R
+            from its factors (`chain_jobs`).
         norm_scale, eps, eps_mode: X = G / max(s‖G‖, eps) (``"clamp"``) or G / (s‖G‖ + eps) (``"add"``).
     """
 
@@ -148,7 +149,7 @@ class NSConfig:
         return next(aspect for limit, aspect in GRAM_ASPECTS if slope <= limit)
 
     def restarts_in_factors(self, m: int, n: int) -> bool:
-        """Whether a launch of many matrices in fp16 restarts the Gram iteration by m×m products (`chain_jobs`)."""
+        """Whether matrices in fp16 may restart the Gram iteration by m×m products (`chain_jobs`)."""
         is_possible = self.method_for(m, n) == "gram" and self.dtype in (None, torch.float16) and len(self.blocks) == 2
         return is_possible and n >= FACTORS_ASPECT * m and _slope(self.triples) <= LARGEST_SLOPE
 

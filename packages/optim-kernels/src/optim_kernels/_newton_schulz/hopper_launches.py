@@ -24,9 +24,9 @@ from optim_kernels._newton_schulz.tiles import TILE_GROUP, WIDE, WIDE_LENGTH, Ti
 class LoneProduct(NamedTuple):
     """Which product a launch of `_hopper.lone_kernel` computes: the kernel's first compile-time arguments.
 
-    ``parts``: of a matrix, whose squares give its scale; a power of two, 0 where the scale is given. ``ahead``: a is
-    copied before the launch before is complete; ``late``: the next launch does that. ``in_eights``: results have a
-    multiple of 8 columns.
+    ``low``: q is the rounding error of d; ``apart``: q is the diagonal of d, which has zeros there. ``parts``: of a
+    matrix, whose squares give its scale; a power of two, 0 where the scale is given. ``ahead``: a is copied before the
+    launch before is complete; ``late``: the next launch does that. ``in_eights``: results have a multiple of 8 columns.
     """
 
     symmetric: bool = False
@@ -34,6 +34,8 @@ class LoneProduct(NamedTuple):
     has_c: bool = False
     has_q: bool = False
     has_scale: bool = False
+    low: bool = False
+    apart: bool = False
     banded: bool = False
     parts: int = 0
     adds_eps: bool = False
@@ -75,29 +77,37 @@ def run_lone_launch(
     counts: tuple[int, ...],
     k: int,
     factors: tuple[Any, ...],
+    diagonal: Tensor | None = None,
 ) -> None:
-    """Launch on a, b, c, d and q; ``factors``: α, β and ω."""
+    """Launch on a, b, c, d and q; ``factors``: α, β and ω; ``diagonal``: where that of d goes by itself."""
     a, b, c, d, q = matrices
     given, inverses, *norm = scale[:-1] if isinstance(scale, Norm) else (scale, None, 0, 0.0, 0.0)
-    pointers = (d if x is None else x for x in (given, inverses))
+    pointers = (d if x is None else x for x in (q if diagonal is None else diagonal, given, inverses))
     results = d, d if q is None else q
-    launch.launch((a, b, d if c is None else c, *results), (*results, *pointers, *counts, k, *factors, *norm))
+    launch.launch((a, b, d if c is None else c, *results), (d, *pointers, *counts, k, *factors, *norm))
 
 
 def wide_product(
-    a: Tensor, b: Tensor | None, c: Tensor | None, d: Tensor, scale: Tensor | None, numbers: tuple[float, float]
+    a: Tensor,
+    b: Tensor | None,
+    c: Tensor | None,
+    d: Tensor,
+    scale: Tensor | None,
+    numbers: tuple[float, float],
+    betas: Tensor | None = None,
 ) -> None:
     """Either product in tiles that both consumers share (`_hopper.wide_kernel`); b ``None`` is ``aᵀ``.
 
-    ``numbers``: α and β.
+    ``numbers``: α and β; ``betas``: instead of β one for each row, fp32 ``[batch, M]``.
     """
     if a.shape[-1] < WIDE_LENGTH:
         raise ValueError(
             f"{WIDE} is for sums of {WIDE_LENGTH} and more, got {a.shape[-1]}; leave the tile to the shape"
         )
-    launch, counts = _wide_launch((*map(layout_of, (a, b, c, d)), alignment_of(scale)), a.device)
+    launch, counts = _wide_launch((*map(layout_of, (a, b, c, d)), *map(alignment_of, (scale, betas))), a.device)
     matrices = (a, a if b is None else b, d if c is None else c, d, d)
-    launch.launch(matrices, (d if scale is None else scale, *counts, *numbers))
+    pointers = (d if x is None else x for x in (scale, betas))
+    launch.launch(matrices, (*pointers, *counts, *numbers))
 
 
 @lru_cache(maxsize=NUM_LAUNCHES)
@@ -107,7 +117,7 @@ def _wide_launch(key: tuple[Any, ...], device: torch.device) -> tuple[BlockLaunc
     from optim_kernels._hopper.ring import descriptor
     from optim_kernels._hopper.wide_kernel import wide_product_kernel
 
-    ((batch, m, k), *_), b, c, ((_, _, n), *_), scale = key
+    ((batch, m, k), *_), b, c, ((_, _, n), *_), scale, betas = key
     rows, columns, depth = WIDE.rows, WIDE.columns, WIDE.depth
     if b is None:
         tiles, grid = symmetric_tiles(m, WIDE), (cdiv(m, columns), 0)
@@ -119,7 +129,7 @@ def _wide_launch(key: tuple[Any, ...], device: torch.device) -> tuple[BlockLaunc
         wide_product_kernel,
         min(batch * tiles, num_multiprocessors(device.index)),
         [(rows, depth), second, *(2 * [(rows // 2, columns)]), (columns, rows // 2)],
-        (b is None, c is not None, scale is not None, TILE_GROUP, depth, WIDE.num_stages),
+        (b is None, c is not None, scale is not None, betas is not None, TILE_GROUP, depth, WIDE.num_stages),
         describe=descriptor,
         num_warps=4,
     )

@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.copy_engine import ALIGNMENT, is_readable
 from optim_kernels._newton_schulz.int8_start import first_step, starts_in_int8
 from optim_kernels._newton_schulz.product_launches import general_product, symmetric_product
-from optim_kernels._newton_schulz.tile_choice import finds_norm, takes_pairs
+from optim_kernels._newton_schulz.tile_choice import finds_norm, takes_factors, takes_pairs
+from optim_kernels._newton_schulz.tiles import cdiv
 from optim_kernels._recording import ONE_AT_A_TIME, side_stream
 
 # Flops under which the products' launches take longer than the products.
@@ -67,6 +68,14 @@ def is_small(shape: Sequence[int], config: NSConfig) -> bool:
     return prod(shape[:-2]) * config.flops(shape[-2], shape[-1]) < MOST_REPLAYED_FLOPS
 
 
+class _Places(NamedTuple):
+    """Where a run has its square buffers, those of X, and the diagonals that a job keeps apart, one after the other."""
+
+    squares: Sequence[Tensor]
+    xs: Sequence[Tensor]
+    diagonals: Tensor
+
+
 class Plan:
     """Newton–Schulz of matrices like ``g [batch, M, N]``, product by product.
 
@@ -78,7 +87,10 @@ class Plan:
         dtype = config.compute_dtype(g)
         self._batch, self._shape, self._dtype, self._compute_dtype = g.shape, shape, g.dtype, dtype
         count, m, n = g.shape
-        self._jobs = jobs_of(config, m, n, in_pairs=takes_pairs(count, m, dtype, g.device))
+        kind = dtype, g.device
+        # row factors would have to scale both numbers of R
+        in_factors = not config.row_factors and takes_factors(count, m, n, *kind)
+        self._jobs = jobs_of(config, m, n, in_factors=in_factors, in_pairs=takes_pairs(count, m, *kind))
         self._ahead = _reads_ahead(self._jobs)
         self._config = config
         self._starts_in_int8 = starts_in_int8(m, n, config, g.device)
@@ -86,16 +98,19 @@ class Plan:
         self._is_replayed = not is_direct and is_small(shape, config)
         self._is_scaled = g.dtype == dtype == torch.float16 and config.steps > 0 and not config.row_factors
         can_find_norm = self._is_scaled and not self._starts_in_int8
-        self._finds_norm = can_find_norm and finds_norm(count, m, n, dtype, g.device)
+        self._finds_norm = can_find_norm and finds_norm(count, m, n, *kind)
+        # the start's, and behind them the diagonals' in fp32
+        self._num_of_start = size_of_room(g)
+        num_extra = self._num_of_start + (cdiv(count * m, 2) if any(job.apart for job in self._jobs) else 0)
         self._direct = Buffers(
             self._jobs,
             g.shape,
             dtype,
             reads_x=self._is_scaled and is_readable(g),
             writes_result=g.dtype == dtype and shape[-1] * dtype.itemsize % ALIGNMENT == 0,
-            num_extra=size_of_room(g),
+            num_extra=num_extra,
         )
-        self._movable = Buffers(self._jobs, g.shape, dtype, num_extra=size_of_room(g))
+        self._movable = Buffers(self._jobs, g.shape, dtype, num_extra=num_extra)
         self._device = g.device
         # keyed by address, the latest used last; None where it has been seen once
         self._graphs: OrderedDict[int, torch.cuda.CUDAGraph | None] = OrderedDict()
@@ -117,11 +132,11 @@ class Plan:
     def _run(self, g: Tensor, result: Tensor) -> None:
         buffers = self._direct
         room = torch.empty(buffers.size, dtype=self._compute_dtype, device=self._device)
-        squares, xs = buffers.of(room, g, result)
-        x = None if buffers.reads_x else xs[0]
+        places, of_start = self._places(buffers, room, g, result)
+        x = None if buffers.reads_x else places.xs[0]
         if self._start is None:
             self._start = Start(g, x, self._config, is_scaled=self._is_scaled, in_product=self._finds_norm)
-        self._multiply(squares, xs, self._start(g, x, room=buffers.extra(room)), is_ready=buffers.reads_x)
+        self._multiply(places, self._start(g, x, room=of_start), is_ready=buffers.reads_x)
         if not buffers.writes_result:
             result.copy_(buffers.last_x(room))
 
@@ -132,12 +147,13 @@ class Plan:
         with ONE_AT_A_TIME:
             graph = self._graphs.get(address)
             if graph is None or self._movable_start is None:
-                squares, xs = buffers.of(room)
-                start = Start(g, xs[0], self._config, is_scaled=self._is_scaled, in_product=self._finds_norm)
+                places, of_start = self._places(buffers, room)
+                x = places.xs[0]
+                start = Start(g, x, self._config, is_scaled=self._is_scaled, in_product=self._finds_norm)
                 self._movable_start = start
-                norm = start(g, xs[0], room=buffers.extra(room))
-                self._multiply(squares, xs, norm)
-                self._graphs[address] = self._recorded(squares, xs, norm) if address in self._graphs else None
+                norm = start(g, x, room=of_start)
+                self._multiply(places, norm)
+                self._graphs[address] = self._recorded(places, norm) if address in self._graphs else None
                 if len(self._graphs) > NUM_GRAPHS:
                     self._graphs.popitem(last=False)
             else:
@@ -146,14 +162,15 @@ class Plan:
             self._graphs.move_to_end(address)
         result.copy_(buffers.last_x(room))
 
-    def _multiply(
-        self,
-        squares: Sequence[Tensor],
-        xs: Sequence[Tensor],
-        norm: Tensor | Norm | None,
-        *,
-        is_ready: bool = False,
-    ) -> None:
+    def _places(
+        self, buffers: Buffers, room: Tensor, x: Tensor | None = None, result: Tensor | None = None
+    ) -> tuple[_Places, Tensor]:
+        """Where a run has its tensors, and room for what the start finds."""
+        extra = buffers.extra(room)
+        places = _Places(*buffers.of(room, x, result), extra[self._num_of_start :].view(torch.float32))
+        return places, extra[: self._num_of_start]
+
+    def _multiply(self, places: _Places, norm: Tensor | Norm | None, *, is_ready: bool = False) -> None:
         """Launch the products; ``norm``: 1/N and 1/N² where X has not been divided, or what the first finds them from.
 
         ``is_ready``: the first X was complete before the launches that find its norm, so the first product may overlap.
@@ -163,42 +180,76 @@ class Plan:
         if self._starts_in_int8:
             gram, _, rectangle = self._jobs[:3]
             of_x = None if scales is None else scales[0]
-            first_step(xs[gram.a], self._config.triples[0], squares[gram.d][:1], xs[rectangle.d], of_x)
+            x, s, result = places.xs[gram.a], places.squares[gram.d][:1], places.xs[rectangle.d]
+            first_step(x, self._config.triples[0], s, result, of_x)
             first = 3
         for number, job in enumerate(self._jobs[first:], start=first):
             scale = None if scales is None or job.scale is Scale.NONE else scales[job.scale - 1]
-            if job.kind is Kind.RECTANGLE:
-                c = xs[job.c] if job.c >= 0 else None
-                a, b, d = squares[job.a], xs[job.b], xs[job.d]
-                general_product(a, b, c=c, alpha=job.alpha, beta=job.beta, out=d, scale=scale, exact=job.exact)
+            if job.kind in (Kind.RECTANGLE, Kind.FULL):
+                _general(job, places, scale)
                 continue
-            operands = xs if job.kind is Kind.GRAM else squares
-            c = squares[job.c] if job.c >= 0 else None
-            q = (squares[job.q], job.omega) if job.q >= 0 else None
-            a, b, d = operands[job.a], operands[job.b], squares[job.d]
-            if job.twice:
-                assert c is not None
-                a, c, d = map(Buffers.twice, (a, c, d))
-            early = is_ready and number == 0
             ahead, late = self._ahead[number : number + 2]
             given = norm if number == 0 and isinstance(norm, Norm) else scale
-            more: dict[str, Any] = {"shifted": q, "scale": given, "early": early, "ahead": ahead, "late": late}
-            symmetric_product(a, b, c=c, alpha=job.alpha, beta=job.beta, out=d, exact=job.exact, **more)
+            _symmetric(job, places, given, early=is_ready and number == 0, ahead=ahead, late=late)
             if number == 0 and self._config.row_factors:
-                apply_row_factors(a, d)
+                apply_row_factors(places.xs[job.a], places.squares[job.d])
 
-    def _recorded(
-        self, squares: Sequence[Tensor], xs: Sequence[Tensor], norm: Tensor | Norm | None
-    ) -> torch.cuda.CUDAGraph:
+    def _recorded(self, places: _Places, norm: Tensor | Norm | None) -> torch.cuda.CUDAGraph:
         # `torch.cuda.graph` would synchronise; nothing is allocated here, and other threads may go on
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(side_stream(self._device)):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self._multiply(squares, xs, norm)
+                self._multiply(places, norm)
             finally:
                 graph.capture_end()
         return graph
+
+
+def _general(job: Job, places: _Places, scale: Tensor | None) -> None:
+    """Launch a product with X, or one of two squares of which all is computed."""
+    is_square = job.kind is Kind.FULL
+    operands = places.squares if is_square else places.xs
+    apart = places.diagonals if job.apart else None
+    general_product(
+        places.squares[job.a],
+        operands[job.b],
+        c=operands[job.c] if job.c >= 0 else None,
+        alpha=job.alpha,
+        beta=job.beta,
+        out=operands[job.d],
+        scale=scale,
+        low=places.squares[job.q] if job.low else None,
+        diagonal=apart if is_square else None,
+        betas=None if is_square else apart,
+        exact=job.exact,
+    )
+
+
+def _symmetric(job: Job, places: _Places, scale: Tensor | Norm | None, *, early: bool, ahead: bool, late: bool) -> None:
+    """Launch X Xᵀ, or a symmetric product of two squares."""
+    squares = places.squares
+    operands = places.xs if job.kind is Kind.GRAM else squares
+    a, b, d = operands[job.a], operands[job.b], squares[job.d]
+    c, q = (squares[number] if number >= 0 else None for number in (job.c, job.q))
+    if job.twice:
+        assert c is not None
+        a, c, d = map(Buffers.twice, (a, c, d))
+    symmetric_product(
+        a,
+        b,
+        c=c,
+        alpha=job.alpha,
+        beta=job.beta,
+        out=d,
+        shifted=None if q is None or job.low else (q, job.omega),
+        low=q if job.low else None,
+        scale=scale,
+        early=early,
+        ahead=ahead,
+        late=late,
+        exact=job.exact,
+    )
 
 
 def _reads_ahead(jobs: Sequence[Job]) -> list[bool]:
@@ -210,7 +261,7 @@ def _reads_ahead(jobs: Sequence[Job]) -> list[bool]:
     for before, job in pairwise(jobs[1:]):
         written = {before.d, before.d + before.twice, before.q}
         has_two = job.kind is Kind.SQUARE and job.a != job.b
-        # a product with X lets the next launch start too soon
-        is_late = before.kind is not Kind.RECTANGLE
+        # a general product lets the next launch start too soon
+        is_late = before.kind in (Kind.GRAM, Kind.SQUARE)
         found.append(has_two and is_late and written.isdisjoint({job.a, job.a + job.twice}))
     return [*found[: len(jobs)], False]

@@ -35,6 +35,7 @@ from optim_kernels._newton_schulz.tiles import (
     cdiv,
     general_tile,
     may_find_norm,
+    may_split,
     symmetric_programs,
     symmetric_tile,
     symmetric_tiles,
@@ -51,6 +52,7 @@ def symmetric_product(
     beta: float | Tensor = 0.0,
     out: Tensor | None = None,
     shifted: tuple[Tensor, float] | None = None,
+    low: Tensor | None = None,
     scale: Tensor | Norm | None = None,
     tile: Tile | None = None,
     early: bool = False,
@@ -61,9 +63,10 @@ def symmetric_product(
     """``alpha a bᵀ + beta c``, symmetric by contract, for ``a, b [batch, M, K]``.
 
     ``alpha`` and ``beta`` may be fp32 tensors of one element where `portable_tile` chooses the tile. ``shifted = (q,
-    omega)`` also writes the result plus ``omega I`` into q. ``scale [batch]`` (fp32, on the device) multiplies each
-    matrix before it is rounded. ``exact``: fp32 matrices are summed in fp64 where the device multiplies fp64 fast. In
-    ``out`` and q, what lies between a row's end and the next multiple of 16 bytes is written as well.
+    omega)`` also writes the result plus ``omega I`` into q, ``low`` takes the result's rounding error instead
+    (`may_split`). ``scale [batch]`` (fp32, on the device) multiplies each matrix before it is rounded. ``exact``: fp32
+    matrices are summed in fp64 where the device multiplies fp64 fast. In ``out``, q and ``low``, what lies between a
+    row's end and the next multiple of 16 bytes is written as well.
 
     Some kernels overlap with the launch before. ``early``: what is still running of it makes nothing but ``scale``, and
     no other launch still uses ``out``. ``ahead``: it was ``late``, and has not written a, which is not b.
@@ -77,10 +80,11 @@ def symmetric_product(
     if out.numel() == 0:
         return out
     same = a is b
-    q, omega = (None, 0.0) if shifted is None else shifted
+    q, omega = (low, 0.0) if shifted is None else shifted
     factors = _factors(alpha, beta, out)
     given, *norm = (scale.sums, scale.parts, scale.adds_eps) if isinstance(scale, Norm) else (scale, 0, False)
-    key = (same, *map(layout_of, (a, b, c, out, q)), *map(alignment_of, (given, *factors)), *norm)
+    flags = (same, low is not None)
+    key = (*flags, *map(layout_of, (a, b, c, out, q)), *map(alignment_of, (given, *factors)), *norm)
     tile, launch, counts = _symmetric_launch(key, a.dtype, tile, a.device, early, ahead, late, exact)
     if tile.on_hopper:
         _check_numbers(tile, factors)
@@ -120,7 +124,7 @@ def _symmetric_launch(
     exact: bool,
 ) -> tuple[Tile, BlockLaunch | None, tuple[int, ...]]:
     """The tile; its launch, unless the kernel is persistent; the numbers of tiles to pass to the launch."""
-    same, ((batch, m, k), *_), ((num_b, *_), *_), c, _, q, scale, alpha, _, parts, adds_eps = key
+    same, low, ((batch, m, k), *_), ((num_b, *_), *_), c, _, q, scale, alpha, _, parts, adds_eps = key
     tile = given or choose_tile(
         dtype, device, lambda sms, hopper: symmetric_tile(m, k, batch, sms, same, hopper, q is not None), exact
     )
@@ -134,6 +138,8 @@ def _symmetric_launch(
         raise ValueError(f"{tile} multiplies two batches of one size, got {batch} and {num_b} matrices")
     if parts and not may_find_norm(m, tile):
         raise ValueError(f"{tile} finds no norm of matrices with m = {m}; give it a scale")
+    if low and not may_split(tile):
+        raise ValueError(f"{tile} gives no rounding errors, as lone tiles of two consumers do; leave out low")
     if tile.lone and tile.quartered and cdiv(m, tile.side) % 4:
         raise ValueError(f"{tile} needs a multiple of 4 diagonal tiles, got m = {m}; leave the tile to the shape")
     if tile.lone:
@@ -142,8 +148,9 @@ def _symmetric_launch(
             symmetric=True,
             same=same,
             has_c=c is not None,
-            has_q=q is not None,
+            has_q=q is not None and not low,
             has_scale=scale is not None,
+            low=low,
             banded=tile.quartered or tile.joined,
             # the fewest for which there are threads
             parts=max(128, triton.next_power_of_2(parts)) if parts else 0,
@@ -190,12 +197,17 @@ def general_product(
     beta: float | Tensor = 0.0,
     out: Tensor | None = None,
     scale: Tensor | None = None,
+    low: Tensor | None = None,
+    diagonal: Tensor | None = None,
+    betas: Tensor | None = None,
     tile: Tile | None = None,
     exact: bool = False,
 ) -> Tensor:
     """``alpha a b + beta c`` for ``a [batch, M, K]`` and ``b [batch, K, N]``, times ``scale [batch]`` if given.
 
-    ``out`` and ``exact`` as in `symmetric_product`.
+    ``out``, ``low`` and ``exact`` as in `symmetric_product`, ``low`` of any lone tile. Lone tiles may also store the
+    diagonal of ``a b`` apart, in ``diagonal`` (fp32, batch · M numbers), with zeros in its place; wide tiles may take
+    such ``betas`` for the rows of ``c`` instead of β.
     """
     batch, m, k = a.shape
     n = b.shape[-1]
@@ -204,18 +216,21 @@ def general_product(
     if out.numel() == 0:
         return out
     factors = _factors(alpha, beta, out)
-    key = (*map(layout_of, (a, b, c, out)), *map(alignment_of, (scale, *factors)))
+    apart = diagonal is not None
+    key = (*map(layout_of, (a, b, c, out, low)), *map(alignment_of, (scale, *factors)), apart)
     tile, launch, counts = _general_launch(key, a.dtype, tile, a.device, exact)
     if tile.on_hopper:
         _check_numbers(tile, factors)
+    if betas is not None and not tile.cooperative:
+        raise ValueError(f"{tile} takes one beta for all rows, as all but wide tiles do; give beta")
     if launch is None:
         if tile.ping_pong:
             ping_pong_product(a, b, c, out, None, scale, tile, (*factors, 0.0), is_symmetric=False)
             return out
-        wide_product(a, b, c, out, scale, factors)
+        wide_product(a, b, c, out, scale, factors, betas)
         return out
     if tile.lone:
-        run_lone_launch(launch, (a, b, c, out, None), scale, counts, k, (*factors, 0.0))
+        run_lone_launch(launch, (a, b, c, out, low), scale, counts, k, (*factors, 0.0), diagonal)
     else:
         launch.launch((a, b, c, out), (out if scale is None else scale, *counts, k, *factors))
     return out
@@ -226,11 +241,19 @@ def _general_launch(
     key: tuple[Any, ...], dtype: torch.dtype, given: Tile | None, device: torch.device, exact: bool
 ) -> tuple[Tile, BlockLaunch | None, tuple[int, ...]]:
     """The tile; its launch, unless the kernel is persistent; the numbers of tiles to pass to the launch."""
-    ((batch, m, k), *_), ((_, _, n), *_), c, _, scale, alpha, _ = key
+    ((batch, m, k), *_), ((_, _, n), *_), c, _, low, scale, alpha, _, apart = key
     tile = given or choose_tile(dtype, device, lambda sms, hopper: general_tile(m, n, k, batch, sms, hopper), exact)
+    if (low is not None or apart) and not tile.lone:
+        raise ValueError(f"{tile} gives neither rounding errors nor a diagonal, as lone tiles do; leave them out")
     rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
     if tile.lone:
-        flags = LoneProduct(has_c=c is not None, has_scale=scale is not None, in_eights=n % 8 == 0)
+        flags = LoneProduct(
+            has_c=c is not None,
+            has_scale=scale is not None,
+            low=low is not None,
+            apart=apart,
+            in_eights=n % 8 == 0,
+        )
         return tile, lone_launch(tile, (rows * columns, batch), flags, device), (rows,)
     if tile.on_hopper:
         return tile, None, ()

@@ -15,11 +15,13 @@ from optim_kernels._newton_schulz.tiles import (
     FULL_PRECISION,
     IN_FP64,
     INTERPRETED,
+    LONE_FACTORS_ASPECT,
     MOST_LONE_MATRICES,
     Tile,
     fitted,
     general_tile,
     may_find_norm,
+    may_split,
     symmetric_tile,
 )
 from optim_kernels._triton import can_overlap
@@ -65,6 +67,23 @@ def finds_norm(count: int, m: int, n: int, dtype: torch.dtype, device: torch.dev
     """Whether the products X Xᵀ of ``count`` m×n matrices find the norms by which they divide."""
     tile = choose_tile(dtype, device, lambda sms, hopper: symmetric_tile(m, n, count, sms, True, hopper))
     return may_find_norm(m, tile)
+
+
+def takes_factors(count: int, m: int, n: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether ``count`` m×n matrices, product by product, restart the Gram iteration in factors, as a chain does.
+
+    Where X's products take several rounds and those of its factors one: there it is faster, and there are the kernels.
+    """
+
+    def tile(choose: Callable[[int, bool], Tile]) -> Tile:
+        return choose_tile(dtype, device, choose)
+
+    if dtype.itemsize != 2 or n < LONE_FACTORS_ASPECT * m:
+        return False
+    gram = tile(lambda sms, hopper: symmetric_tile(m, n, count, sms, True, hopper))
+    square = tile(lambda sms, hopper: general_tile(m, m, m, count, sms, hopper))
+    rectangle = tile(lambda sms, hopper: general_tile(m, n, m, count, sms, hopper))
+    return may_split(gram) and square.lone and rectangle.cooperative
 
 
 def may_overlap(tile: Tile, programs: int, device: torch.device) -> bool:

@@ -111,6 +111,8 @@ LONE = (Tile(128, 128, 64, 12, 5, lone=True), Cost(5.5, 0.6, 1.4))
 LONE_SMALL = (Tile(64, 64, 128, 8, 6, lone=True), Cost(2.85, 0.1, 0.8))
 LONE_HALF = (Tile(64, 128, 128, 8, 4, lone=True), Cost(3.3, 0.2, 0.8))
 LONE_SYMMETRIC = (LONE, LONE_HALF, LONE_SMALL)
+# n/m from which lone matrices restart the Gram iteration in factors: below, its square products take as long as X's.
+LONE_FACTORS_ASPECT = 4
 # A launch has its matrices in the second dimension of its grid.
 MOST_LONE_MATRICES = 2**16 - 1
 LONE_GENERAL = (
@@ -164,6 +166,11 @@ def may_find_norm(m: int, tile: Tile) -> bool:
     Triton 3.6 compiles no such lone kernel for a single tile.
     """
     return tile.lone and symmetric_programs(m, tile) > 1
+
+
+def may_split(tile: Tile) -> bool:
+    """Whether a symmetric product in such tiles may give its rounding errors beside the result: of two consumers."""
+    return tile.lone and tile.rows == LONE[0].rows
 
 
 @lru_cache(maxsize=4096)
