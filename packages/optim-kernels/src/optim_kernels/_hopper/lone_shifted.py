@@ -25,6 +25,7 @@ from optim_kernels._hopper.lone_tiles import (
     await_ready,
     block,
     finish,
+    multiply_rows,
     release,
     send,
     symmetrize,
@@ -101,26 +102,6 @@ def produce_shifted(descs, ring, where, K, flags: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(first, ring, K, flags: gl.constexpr):
-    """The sums of 64 rows, a step's block number ``first``, and both blocks of B; and the steps taken."""
-    a_blocks, b_blocks = ring[0], ring[1]
-    acc = zeros(2 * SIDE)
-    step = 0
-    for k in range(0, K, SIDE):
-        slot = step % flags.stages
-        await_ready(ring, step, flags.stages)
-        b = tall(b_blocks, slot, flags.stages).permute((1, 0))
-        acc = warpgroup_mma(block(a_blocks, 3 * slot + first), b, acc, is_async=True)
-        # all but this step's products are done
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        release(ring, step - 1, flags.stages, k > 0)
-        step += 1
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    release(ring, step - 1, flags.stages)
-    return acc, step
-
-
-@gluon.jit
 def _multiply_two(ON_DIAGONAL: gl.constexpr, ring, K, flags: gl.constexpr):
     """The sums of two blocks, and the steps taken."""
     a_blocks, b_blocks = ring[0], ring[1]
@@ -152,7 +133,7 @@ def _tile(ME: gl.constexpr, where, descs, ring, K, numbers, flags: gl.constexpr)
     d_result = descs[3]
     batch, _b_batch, row, column, kind, _, second = where
     is_tile = kind == 0
-    acc, step = _multiply(gl.where(is_tile, ME, 0), ring, K, flags)
+    acc, step = multiply_rows(ring[0], 3, gl.where(is_tile, ME, 0), blocks, ring, K, flags)
     numbers = with_scale(numbers, batch, K, flags)
     # a tile's second consumer has the rows below; neither it nor the last row here has a block on the diagonal
     row = gl.where(is_tile, row + ME * SIDE, row)

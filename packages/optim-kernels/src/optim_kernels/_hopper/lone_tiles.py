@@ -109,16 +109,15 @@ def _multiply(ME: gl.constexpr, ring, K, flags: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_lower(ring, K, flags: gl.constexpr):
-    """The sums of the lower half of a tile on the diagonal, and the steps taken."""
-    a_blocks, b_blocks = ring[0], ring[1]
+def multiply_rows(left, PER_STEP: gl.constexpr, number, right, ring, K, flags: gl.constexpr):
+    """The sums of 64 rows, a step's block ``number`` on the left, and 128 on the right; and the steps taken."""
     acc = zeros(2 * SIDE)
     step = 0
     for k in range(0, K, SIDE):
         slot = step % flags.stages
         await_ready(ring, step, flags.stages)
-        b = tall(a_blocks if flags.same else b_blocks, slot, flags.stages)
-        acc = warpgroup_mma(block(a_blocks, 2 * slot + 1), b.permute((1, 0)), acc, is_async=True)
+        b = tall(right, slot, flags.stages).permute((1, 0))
+        acc = warpgroup_mma(block(left, PER_STEP * slot + number), b, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         release(ring, step - 1, flags.stages, k > 0)
         step += 1
@@ -270,6 +269,14 @@ def _send_eights(result, view, batch, row, column):
 
 
 @gluon.jit
+def _send_mirrored(flags: gl.constexpr, result, blocks, slot, mirror, batch, row, column):
+    """Store a consumer's rows of a tile below the diagonal, and their mirror image, which is in slot ``mirror``."""
+    for i in gl.static_range(flags.tall):
+        send(flags, result, blocks, 2 * slot + i, batch, row, column + i * SIDE)
+        send(flags, result, blocks, 2 * mirror + i, batch, column + i * SIDE, row)
+
+
+@gluon.jit
 def whole_tile(ME: gl.constexpr, where, descs, ring, K, numbers, flags: gl.constexpr):
     a_blocks, b_blocks = ring[0], ring[1]
     d_result, q_result = descs[3], descs[4]
@@ -290,21 +297,16 @@ def whole_tile(ME: gl.constexpr, where, descs, ring, K, numbers, flags: gl.const
         mirror.store(d)
         fence_async_shared()
         barrier()
-        for i in gl.static_range(flags.tall):
-            send(flags, d_result, blocks, 2 * slot + i, batch, row, column + i * SIDE)
-            send(flags, d_result, blocks, 2 * next_slot + i, batch, column + i * SIDE, row)
-            if flags.has_q:
-                send(flags, q_result, blocks, 2 * slot + i, batch, row, column + i * SIDE)
-                send(flags, q_result, blocks, 2 * next_slot + i, batch, column + i * SIDE, row)
+        _send_mirrored(flags, d_result, blocks, slot, next_slot, batch, row, column)
+        if flags.has_q:
+            _send_mirrored(flags, q_result, blocks, slot, next_slot, batch, row, column)
         if flags.low:
             _await_sent()
             view.store(low)
             mirror.store(low)
             fence_async_shared()
             barrier()
-            for i in gl.static_range(flags.tall):
-                send(flags, q_result, blocks, 2 * slot + i, batch, row, column + i * SIDE)
-                send(flags, q_result, blocks, 2 * next_slot + i, batch, column + i * SIDE, row)
+            _send_mirrored(flags, q_result, blocks, slot, next_slot, batch, row, column)
     else:
         # each consumer's rows of C come in a step of their own
         slot = (step + ME) % flags.stages
@@ -367,7 +369,8 @@ def lower_half(where, descs, ring, K, numbers, flags: gl.constexpr):
     blocks = ring[1]
     d_result, q_result = descs[3], descs[4]
     batch, first, row = where[0], where[2], where[2] + SIDE
-    acc, step = _multiply_lower(ring, K, flags)
+    a_blocks, b_blocks = ring[0], ring[1]
+    acc, step = multiply_rows(a_blocks, 2, 1, a_blocks if flags.same else b_blocks, ring, K, flags)
     numbers = with_scale(numbers, batch, K, flags)
     left = 2 * (step % flags.stages)
     mirror, shifted = 2 * ((step + 1) % flags.stages), 2 * ((step + 2) % flags.stages)
