@@ -422,3 +422,10 @@ def test_costs_are_numbers():
     for name, arguments in (("costs", {"costs": 1}), ("memory", {"costs": [1], "memory": 2})):
         with pytest.raises(TypeError, match=f"{name} has to be iterable, got a int"):
             partition(num_ranks=2, **arguments)
+
+
+@pytest.mark.parametrize("rank", [2, -1, None, "0"])
+def test_only_ranks_that_there_are_have_items(rank):
+    # a job of more ranks than the partition would have left out what its last ranks were to do, silently
+    with pytest.raises(ValueError, match=r"rank must be one of the 2 ranks from 0 on, got "):
+        partition([1, 2, 3], 2).items(rank)

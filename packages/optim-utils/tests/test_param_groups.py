@@ -116,6 +116,16 @@ def test_only_destinations_that_there_are_have_routes():
         table.to("Muon")
 
 
+def test_a_table_knows_its_names_and_routes():
+    linear = nn.Linear(3, 2)
+    table, other = route_parameters(linear), route_parameters(linear)
+    assert "weight" in table
+    assert "weights" not in table
+    assert table[0] in table
+    assert other[0] not in table
+    assert None not in table
+
+
 def test_the_table_shows_every_parameter_and_totals():
     table = route_parameters(gpt2(4, 1, 8), [Rule("*.c_fc.weight", to="adamw")])
     header, *lines = str(table).splitlines()

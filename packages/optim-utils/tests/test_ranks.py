@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from pickle import PicklingError
 
 import pytest
@@ -42,6 +45,20 @@ def test_what_cannot_be_pickled_is_refused_with_what_to_give() -> None:
     with pytest.raises((AttributeError, TypeError, PicklingError)) as error:
         run_ranks(lambda rank, world_size: rank, 2)
     assert "give a function of a module" in error.value.__notes__[0]
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_program_that_ranks_cannot_import_is_told_how(guarded: bool, tmp_path: Path) -> None:
+    lines = ["from optim_utils.testing import run_ranks", "def ranked(rank, world_size):", "    return rank"]
+    call = "print(run_ranks(ranked, 2, init_process_group=False))"
+    lines += ['if __name__ == "__main__":', f"    {call}"] if guarded else [call]
+    (tmp_path / "program.py").write_text("\n".join(lines))
+    done = subprocess.run([sys.executable, tmp_path / "program.py"], capture_output=True, text=True, timeout=120)
+    if guarded:
+        assert done.stdout == "[0, 1]\n"
+    else:
+        advice = 'see its output, and call run_ranks under `if __name__ == "__main__":` of a file'
+        assert f"rank 0 died with exit code 1; {advice}" in done.stderr
 
 
 @pytest.mark.parametrize(

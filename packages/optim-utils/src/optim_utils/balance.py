@@ -101,6 +101,8 @@ class Partition:
 
     def items(self, rank: int) -> tuple[int, ...]:
         """The items that ``rank`` owns, ascending."""
+        if rank not in range(self.num_ranks):
+            raise ValueError(f"rank must be one of the {self.num_ranks} ranks from 0 on, got {rank!r}")
         return tuple(item for item, owner in enumerate(self.owner) if owner == rank)
 
     def report(self) -> str:

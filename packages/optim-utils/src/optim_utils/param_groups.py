@@ -102,6 +102,10 @@ class RouteTable(Sequence[Route]):
     def __iter__(self) -> Iterator[Route]:
         return iter(self.routes)
 
+    def __contains__(self, key: object) -> bool:
+        """Whether a parameter has this name, or ``key`` is one of the routes."""
+        return key in self._by_name if isinstance(key, str) else any(route is key for route in self.routes)
+
     def to(self, kind: Kind) -> tuple[Route, ...]:
         """The routes to ``kind``."""
         if kind not in get_args(Kind):

@@ -138,7 +138,9 @@ def _received(rank: int, process: BaseProcess, pipe: Connection) -> tuple[bool, 
         succeeded, payload = pipe.recv()
     except EOFError:
         process.join(5)
-        return False, f"rank {rank} died with exit code {process.exitcode}"
+        # with 1 Python ends before it calls `_rank_main`, if it cannot import the program or the function
+        advice = '; see its output, and call run_ranks under `if __name__ == "__main__":` of a file'
+        return False, f"rank {rank} died with exit code {process.exitcode}{advice if process.exitcode == 1 else ''}"
     return succeeded, torch.load(io.BytesIO(payload), weights_only=False) if succeeded else payload
 
 
