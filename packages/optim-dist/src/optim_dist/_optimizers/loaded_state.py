@@ -107,9 +107,9 @@ def misfit_of_moment(shape: Sequence[int], entry: Entry) -> str:
     """
     view = entry.view or MatrixView.identity(entry.parameter.shape)
     wanted = new_second_moment(torch.empty(view.shape, device="meta"), view).shape
-    are_columns = len(shape) > 1 and shape[-1] != 1
     columns_here = {(r < c) != view.transposed for *_, r, c in view.shapes}  # as the parameter is stored
-    if tuple(shape) == wanted or (prod(shape) == wanted.numel() and columns_here == {are_columns}):
+    means_the_same = len(shape) < 2 or columns_here == {shape[-1] != 1}  # a flat one does not tell
+    if tuple(shape) == wanted or (prod(shape) == wanted.numel() and means_the_same):
         return ""
     return (
         f"{SECOND_MOMENT} of {entry.name} has shape {tuple(shape)}, but its matrices {view.describe()} need "
