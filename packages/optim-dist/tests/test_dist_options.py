@@ -558,6 +558,15 @@ def test_what_has_no_gradients_to_clip_is_refused(given):
         clip_grad_norm_([], 1.0)
 
 
+def test_optimizers_to_clip_count_once_and_are_not_mixed_with_parameters():
+    p = nn.Parameter(torch.ones(4))
+    optimizer = TritonDistAdamW([p])
+    p.grad = torch.ones(4)
+    assert clip_grad_norm_([optimizer, optimizer], 1.0) == 2.0
+    with pytest.raises(TypeError, match="takes optimizers, or the parameters of optimizers, and got both"):
+        clip_grad_norm_([optimizer, p], 1.0)
+
+
 # what becomes of an option of a group, by its number
 NOT_TO_BE_STEPPED = {
     "lr of Muon": (0, "lr", "1e-3", TypeError, "lr must be a number or a 1-element tensor, got '1e-3'"),

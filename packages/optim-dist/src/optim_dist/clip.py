@@ -96,7 +96,9 @@ def _optimizers(given: Any) -> list[LiveOptimizer]:
             )
     optimizers = [item for item in items if isinstance(item, LiveOptimizer)]
     if optimizers and len(optimizers) == len(items):
-        return optimizers
+        return list(dict.fromkeys(optimizers))  # each counts once
+    if optimizers:
+        raise TypeError("clip_grad_norm_ takes optimizers, or the parameters of optimizers, and got both in one list")
     wanted = {id(item) for item in items}
     found: list[LiveOptimizer] = []
     covered: set[int] = set()
