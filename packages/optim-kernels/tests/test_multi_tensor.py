@@ -12,19 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from optim_kernels import multi_tensor
-from optim_kernels.multi_tensor import (
-    SIZE_SHIFT,
-    TENSOR_SHIFT,
-    UNIT,
-    ChunkMap,
-    ChunkSize,
-    KnownAddresses,
-    KnownKinds,
-    TensorList,
-    is_dense,
-    sharing_memory,
-)
+from optim_kernels import _tensor_lists
+from optim_kernels._memory import is_dense, sharing_memory
+from optim_kernels._tensor_lists import KnownAddresses, KnownKinds, TensorList
+from optim_kernels.multi_tensor import SIZE_SHIFT, TENSOR_SHIFT, UNIT, ChunkMap, ChunkSize
 
 CPU = torch.device("cpu")
 
@@ -99,7 +90,7 @@ def test_what_changes_at_the_same_address_is_seen(
     change: Callable[[Tensor], Tensor], with_guards: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not with_guards:
-        monkeypatch.setattr(multi_tensor, "TensorGuards", None)
+        monkeypatch.setattr(_tensor_lists, "TensorGuards", None)
     tensors, known = [torch.randn(4, 3), torch.randn(7)], KnownKinds()
     kinds = [TensorList(tensors, known).kinds for _ in range(4)]
     assert kinds[0] == TensorList(tensors).kinds
@@ -116,7 +107,7 @@ def test_known_addresses_are_of_one_address_dtype_shape_and_layout(
     change: Callable[[Tensor], Tensor], with_guards: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not with_guards:
-        monkeypatch.setattr(multi_tensor, "TensorGuards", None)
+        monkeypatch.setattr(_tensor_lists, "TensorGuards", None)
     tensors = [torch.randn(4, 3), torch.randn(7)]
     known = KnownAddresses(tensors)
     whole = tensors[0].data
@@ -185,13 +176,13 @@ def test_a_known_list_is_looked_at_in_one_call(monkeypatch: pytest.MonkeyPatch) 
     known = KnownKinds()
     for _ in range(2):
         known.of([torch.randn(4, 3), torch.randn(7)])
-    kinds, looks = multi_tensor._kinds, []
+    kinds, looks = _tensor_lists._kinds, []
 
     def look(tensors: list[Tensor]) -> object:
         looks.append(len(tensors))
         return kinds(tensors)
 
-    monkeypatch.setattr(multi_tensor, "_kinds", look)
+    monkeypatch.setattr(_tensor_lists, "_kinds", look)
     new = [torch.randn(4, 3), torch.randn(7)]
     known.of(new)
     assert looks == []

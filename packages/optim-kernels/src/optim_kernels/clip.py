@@ -23,8 +23,8 @@ from torch.nn.utils import get_total_norm as total_norm_by_torch
 
 from optim_kernels import reference
 from optim_kernels._gradient_norm import GradientNorms
+from optim_kernels._memory import has_overlaps
 from optim_kernels._options import check_scalar_tensors
-from optim_kernels.multi_tensor import has_overlaps
 
 __all__ = [
     "clip_factor",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from optim_kernels.multi_tensor import has_overlaps
+from optim_kernels._memory import has_overlaps
 
 
 def checked_out(out: object, result: Tensor, *, of: str) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from optim_kernels._impl import PLAIN_TYPES
 from optim_kernels._optimizers.fitting import refuse
 from optim_kernels._optimizers.private_state import KnownStates
-from optim_kernels.multi_tensor import KnownKinds
+from optim_kernels._tensor_lists import KnownKinds
 
 _PLAIN_TYPES = frozenset(PLAIN_TYPES)
 Group = dict[str, Any]

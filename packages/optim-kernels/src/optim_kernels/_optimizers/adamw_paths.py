@@ -11,8 +11,8 @@ from torch.nn.parameter import is_lazy
 
 from optim_kernels._dtensors import is_wrapper, local
 from optim_kernels._impl import KERNEL_DTYPES, why_not_triton
+from optim_kernels._memory import why_not_in_place
 from optim_kernels._optimizers.adamw_state import bytes_per_element, moment_dtypes, stored_dtypes
-from optim_kernels.multi_tensor import why_not_in_place
 
 NOT_YET_THERE = "not yet there: its lazy module has seen no input"
 EXPLAIN_HEADER = ("parameter", "shape", "path", "notes", "p", "g", "m", "v", "master", "B/elt")

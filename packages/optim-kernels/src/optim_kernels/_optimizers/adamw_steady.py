@@ -20,7 +20,7 @@ from optim_kernels._optimizers.adamw_parts import Group, State
 from optim_kernels._optimizers.adamw_step import PreparedStep
 from optim_kernels._optimizers.followed_writes import FollowedWrites
 from optim_kernels._options import are_numbers
-from optim_kernels.multi_tensor import TensorList
+from optim_kernels._tensor_lists import TensorList
 from optim_kernels.reference.adamw import AdamWScalars
 
 _params, _grad = itemgetter("params"), attrgetter("grad")

@@ -17,8 +17,8 @@ from optim_kernels._optimizers.followed_writes import can_be_followed
 from optim_kernels._optimizers.private_state import KnownStates
 from optim_kernels._optimizers.storage import master_of
 from optim_kernels._options import check_scalar_tensors
+from optim_kernels._tensor_lists import KnownAddresses, KnownKinds, TensorList
 from optim_kernels.functional.adamw_plan import AdamWPlan
-from optim_kernels.multi_tensor import KnownAddresses, KnownKinds, TensorList
 from optim_kernels.reference.adamw import AdamWScalars
 
 

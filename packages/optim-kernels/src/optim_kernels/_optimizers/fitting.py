@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import local
+from optim_kernels._memory import has_overlaps
 from optim_kernels._optimizers.storage import MASTERS, MOMENT_DTYPES
 from optim_kernels.functional._lists import description
-from optim_kernels.multi_tensor import has_overlaps
 from optim_utils.low_bit import LowBitTensor
 
 # what 8-bit AdamW stores in codes

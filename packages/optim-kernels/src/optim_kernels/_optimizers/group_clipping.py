@@ -13,7 +13,7 @@ from optim_kernels._dtensors import has_dtensors, is_dtensor
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._optimizers.base import StatefulOptimizer
 from optim_kernels._options import are_numbers, check_scalars
-from optim_kernels.multi_tensor import TensorList
+from optim_kernels._tensor_lists import TensorList
 from optim_kernels.reference.clip import result_dtype
 
 # The largest norm, or None, and the order of the norm, which is 2 for groups that name none.

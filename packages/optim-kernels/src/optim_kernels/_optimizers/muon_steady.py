@@ -16,7 +16,7 @@ from torch import Tensor
 from optim_kernels._optimizers.muon_entries import MuonEntry
 from optim_kernels._optimizers.muon_options import DEFAULTS, HYPERPARAMETERS
 from optim_kernels._optimizers.private_state import KnownStates
-from optim_kernels.multi_tensor import KnownAddresses, KnownKinds
+from optim_kernels._tensor_lists import KnownAddresses, KnownKinds
 
 if TYPE_CHECKING:
     from optim_kernels.functional._muon_batch_plan import MuonBatchPlan

@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from optim_kernels._dtensors import local
 from optim_kernels._impl import PLAIN_TYPES
 from optim_kernels._optimizers.base import Change, StatefulOptimizer
+from optim_kernels._tensor_lists import KnownKinds
 from optim_kernels.functional._adamw_tensor import with_memory
-from optim_kernels.multi_tensor import KnownKinds
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from optim_kernels._dtensors import is_dtensor, is_wrapper
 from optim_kernels._impl import KERNEL_DTYPES
+from optim_kernels._memory import is_dense
 from optim_kernels.functional._lists import Layout, called, description
-from optim_kernels.multi_tensor import is_dense
 from optim_utils.low_bit import CUBIC8, QUINTIC8_UNSIGNED, LowBitFormat, LowBitTensor
 
 # elements that share a scale where moments are 8-bit codes

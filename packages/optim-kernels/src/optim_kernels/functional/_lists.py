@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import has_dtensors, is_dtensor, replicates_implicitly
-from optim_kernels.multi_tensor import has_overlaps, sharing_memory
+from optim_kernels._memory import has_overlaps, sharing_memory
 
 
 class Layout(NamedTuple):

@@ -22,6 +22,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from optim_kernels._memory import ALIGNMENT
 from optim_kernels._newton_schulz.chain import needs_step_chain
 from optim_kernels._newton_schulz.config import NSConfig, Tiles, check_tiles
 from optim_kernels._recording import ONE_AT_A_TIME, side_stream
@@ -41,7 +42,7 @@ from optim_kernels.functional._muon_matrices import (
 )
 from optim_kernels.functional._muon_tables import MuonTables, families_of, in_order, moves_in_chain
 from optim_kernels.functional._muon_workspace import Workspace, nbytes_of_factors, nbytes_of_x
-from optim_kernels.multi_tensor import ALIGNMENT, is_capturing
+from optim_kernels.multi_tensor import is_capturing
 from optim_kernels.reference.muon import MuonRule
 
 

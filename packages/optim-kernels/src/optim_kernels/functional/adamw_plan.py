@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from optim_kernels._impl import Impl, use_triton
+from optim_kernels._tensor_lists import KnownAddresses, KnownKinds, TensorList
 from optim_kernels.functional._adamw_launch import AdamWLaunch
 from optim_kernels.functional._adamw_tensor import PlannedTensor, Signature, check_shared_steps, with_memory
 from optim_kernels.functional._lists import Layout, are_same, check_apart
-from optim_kernels.multi_tensor import KnownAddresses, KnownKinds, TensorList
 from optim_kernels.reference.adamw import AdamWScalars
 from optim_utils.compiling import not_compiled
 
