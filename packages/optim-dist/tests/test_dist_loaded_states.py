@@ -302,9 +302,9 @@ def test_hooks_see_a_loaded_state_as_it_stays():
 def test_flat_states_are_told_from_others():
     """As torch's get_optimizer_state_dict gives them with ``flatten_optimizer_state_dict=True``."""
     optimizer = stepped(CLASSES["AdamW"], nn.Parameter(torch.ones(3)))
-    flat = {"state.w.step": torch.tensor(1.0), "param_groups.w.lr": 0.1}
+    flat = {"state.w.step": torch.tensor(1.0), **{f"param_groups.w.{name}": 0.1 for name in ("lr", "eps", "amsgrad")}}
     for load in (optimizer.load_full_state_dict, optimizer.load_state_dict):
-        with pytest.raises(ValueError, match=r"lacks 'state' and 'param_groups', and has state\.w\.step, "):
+        with pytest.raises(ValueError, match=r"lacks 'state' and 'param_groups', and has state\.w\.step, .* 1 more; "):
             load(flat)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optim_dist._listing import listed
 from optim_dist._optimizers.live import LiveOptimizer, live_optimizers
 from optim_dist._optimizers.norm import combine_norms
 from optim_kernels.clip import clip_factor
@@ -121,7 +122,7 @@ def _optimizers(given: Any) -> list[LiveOptimizer]:
         covered |= trained
     foreign = [item for item in items if id(item) not in covered and item.requires_grad]
     if foreign or not found:
-        shapes = ", ".join(str(tuple(item.shape)) for item in foreign[:4])
+        shapes = listed([str(tuple(item.shape)) for item in foreign], 4)
         raise ValueError(
             f"{len(foreign)} of {len(items)} parameters ({shapes}) belong to no optimizer of optim_dist; "
             "clip those by torch.nn.utils.clip_grad_norm_"

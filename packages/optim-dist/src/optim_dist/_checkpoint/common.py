@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from optim_dist._listing import listed
 from optim_dist._optimizers.state_part import StatePart
 
 
@@ -30,9 +31,8 @@ def packed_readable(content: Mapping[str, Any]) -> io.BytesIO:
         TypeError: naming the entries that cannot be read back, or of which this rank has a part only.
     """
     if cut := [text for key, value in content.items() for text in _cut(value, key)]:
-        more = f" and {len(cut) - 2} more" if len(cut) > 2 else ""
         raise TypeError(
-            f"{', '.join(cut[:2])}{more}, of which only the first rank's part would be saved; give whole tensors "
+            f"{listed(cut, 2)}, of which only the first rank's part would be saved; give whole tensors "
             "(full_tensor(); an optimizer's full_state_dict())"
         )
     try:

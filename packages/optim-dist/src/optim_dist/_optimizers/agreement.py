@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from optim_dist._listing import listed
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.multipliers import ATTRIBUTES, given_multipliers
 from optim_dist._reduction.collectives import Communicator
@@ -155,10 +156,8 @@ def check_equal(named: Iterable[tuple[str, Tensor]], communicator: Communicator,
         if mine != theirs
     ]
     if different:
-        more = f" and {len(different) - 8} more" if len(different) > 8 else ""
         raise RuntimeError(
-            f"{comparison.when}: parameters differ from rank {ranks[0]}'s: {', '.join(different[:8])}{more}; "
-            f"{comparison.advice}"
+            f"{comparison.when}: parameters differ from rank {ranks[0]}'s: {listed(different, 8)}; {comparison.advice}"
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from optim_dist._listing import listed
 from optim_dist._optimizers.entries import Entry
 from optim_dist.plan import ParameterSpec, RouteName
 from optim_utils.param_groups import MatrixView
@@ -92,7 +93,7 @@ def in_forward_order(found: Sequence[Entry], order: Sequence[str | Tensor] | Non
     keyed = [(places.get(entry.name, places.get(id(entry.parameter))), entry) for entry in found]
     missing = [entry.name for place, entry in keyed if place is None]
     if missing:
-        raise ValueError(f"order must list every parameter that is trained; it lacks {', '.join(missing[:8])}")
+        raise ValueError(f"order must list every parameter that is trained; it lacks {listed(missing, 8)}")
     return [entry for _, entry in sorted(keyed, key=lambda pair: pair[0] or 0)]
 
 

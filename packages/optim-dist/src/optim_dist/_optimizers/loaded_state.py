@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from optim_dist._listing import listed
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.layouts import layout_of, local
 from optim_dist._optimizers.live import LiveOptimizer
@@ -185,7 +186,7 @@ def adapted(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> dict[str, A
         )
     if missing := [repr(key) for key in ("state", "param_groups") if key not in state_dict]:
         raise ValueError(
-            f"the state to load lacks {' and '.join(missing)}, and has {', '.join(map(str, [*state_dict][:3]))}; a "
+            f"the state to load lacks {' and '.join(missing)}, and has {listed([*map(str, state_dict)], 3)}; a "
             "flat one of torch's get_optimizer_state_dict can be had without flatten_optimizer_state_dict=True"
         )
     adapted = {**_with_complete_groups(optimizer, state_dict)}

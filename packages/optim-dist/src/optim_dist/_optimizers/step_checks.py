@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from optim_dist._listing import listed
 from optim_dist._optimizers.agreement import compare_options, describe_groups, digest
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.kept_items import are_same
@@ -60,8 +61,9 @@ def check_no_gradients(names: Mapping[int, str], groups: Iterable[dict[str, Any]
     """Refuse gradients: they belong to the plan under which they arrived. ``names`` is keyed by ``id``."""
     found = [names[id(parameter)] for group in groups for parameter in group["params"] if parameter.grad is not None]
     if found:
-        listed = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
-        raise RuntimeError(f"{listed} have gradients, which would be lost; call rebuild_plan() after zero_grad()")
+        raise RuntimeError(
+            f"{listed(found, 4)} have gradients, which would be lost; call rebuild_plan() after zero_grad()"
+        )
 
 
 def check_missing(
