@@ -90,6 +90,8 @@ def joint_clipping_of_two_optimizers(rank, world_size):
         torch.testing.assert_close(left, right)
     with pytest.raises(ValueError, match=r"5 of 5 parameters \(\(1,\), .*, \(4,\) and 1 more\) belong to no optimizer"):
         clip_grad_norm_([nn.Parameter(torch.ones(size)) for size in range(1, 6)], 1.0)
+    with pytest.raises(ValueError, match=r"1 of 1 parameters \(\(3,\)\) belong to no optimizer"):
+        clip_grad_norm_([nn.Parameter(torch.ones(3), requires_grad=False)], 1.0)
     with pytest.raises(ValueError, match="only some of the parameters"):
         clip_grad_norm_(vectors[:1], 1.0)
 

@@ -120,8 +120,8 @@ def _optimizers(given: Any) -> list[LiveOptimizer]:
             )
         found.insert(0, optimizer)
         covered |= trained
-    foreign = [item for item in items if id(item) not in covered and item.requires_grad]
-    if foreign or not found:
+    foreign = [item for item in items if id(item) not in covered and (item.requires_grad or not found)]
+    if foreign:
         shapes = listed([str(tuple(item.shape)) for item in foreign], 4)
         raise ValueError(
             f"{len(foreign)} of {len(items)} parameters ({shapes}) belong to no optimizer of optim_dist; "
