@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from dist_cases import Scenarios, device_of, mesh_of, normal
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint
 from optim_utils import attach_state_dict_hooks
@@ -171,6 +171,28 @@ def second_moments_of_other_matrices_are_refused(rank, world_size):
                 assert not any(optimizer.kept_state(shard) for shard in optimizer.shards())
             step(optimizer)
             optimizer.close()
+
+
+@scenario(1)
+def dtensors_on_one_rank_are_whole(rank, world_size):
+    """What was trained under FSDP2 on one rank goes on without it, and the other way round."""
+
+    def parameters():
+        value = normal((8, 6), 1).to(device_of(rank))
+        return nn.Parameter(distribute_tensor(value, mesh_of(1), [Shard(0)])), nn.Parameter(value.clone())
+
+    def whole(p):
+        return p.detach().to_local() if isinstance(p, DTensor) else p.detach()
+
+    for build in CLASSES.values():
+        for first, second in (parameters(), parameters()[::-1]):
+            optimizer, other = stepped(build, first), build(second)
+            whole(second).copy_(whole(first))
+            other.load_state_dict(optimizer.state_dict())
+            for p, each in ((first, optimizer), (second, other)):
+                p.grad = torch.full_like(p, 0.5)
+                each.step()
+            assert torch.equal(whole(first), whole(second))
 
 
 @scenario(1, 2)

@@ -160,8 +160,12 @@ def _fault_of(value: Tensor, parameter: Tensor) -> str:
     """Why ``value`` cannot be the state of ``parameter``; empty if it can."""
     if value.shape != parameter.shape:
         return f"has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}"
-    if not isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+    if not isinstance(value, DTensor):
         return ""
+    if not isinstance(parameter, DTensor):
+        if local(value).shape == value.shape:
+            return ""
+        return f"is a DTensor of which {tuple(local(value).shape)} is here; load_full_state_dict() loads whole ones"
     if value.placements == parameter.placements and value.device_mesh == parameter.device_mesh:
         return ""
     if layout_of(value).slices(value.shape) == layout_of(parameter).slices(value.shape):
@@ -268,8 +272,10 @@ def _laid_out(key: str, value: object, parameter: Tensor) -> Any:
         return torch.tensor(float(value), dtype=torch.float32, device=parameter.device)
     if not isinstance(value, Tensor):
         return value
+    if not isinstance(parameter, DTensor):
+        value = local(value)  # of a DTensor on one rank, which is the whole
     copied = value.detach().to(parameter.device, copy=True)
-    if isinstance(value, DTensor) or isinstance(parameter, DTensor):
+    if isinstance(parameter, DTensor):
         return copied
     if key not in ELEMENTWISE_KEYS:
         return copied.contiguous()
