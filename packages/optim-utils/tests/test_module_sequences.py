@@ -245,7 +245,7 @@ class Loader:
             self.problem(path, "shape")
         elif live.dtype != loaded.dtype and not (self.cast and {live.dtype, loaded.dtype} <= set(FLOATS)):
             self.problem(path, "dtype")
-        elif any(size > 1 and not stride for size, stride in zip(live.shape, live.stride())):
+        elif live.numel() and any(size > 1 and not stride for size, stride in zip(live.shape, live.stride())):
             self.problem(path, "memory")
         else:
             whole = loaded.full_tensor() if hasattr(loaded, "full_tensor") else loaded
@@ -280,9 +280,9 @@ class Updater(Loader):
                 self.problem(path, "dtype")
         elif isinstance(live, Tensor):
             self.load_tensor(live, loaded, path)
-        elif isinstance(live, Bag | Slotted):
+        elif isinstance(live, Bag | Slotted) and isinstance(loaded, Mapping):
             self.objects.load(live, loaded, path)
-        elif not isinstance(live, dict):
+        elif not isinstance(live, dict | Bag | Slotted):
             return copy.deepcopy(loaded)
         elif isinstance(loaded, Mapping):
             self.load_entries(live, with_int_keys(live, loaded), path, live.__setitem__, lambda key: False)

@@ -300,6 +300,20 @@ def test_a_deep_copy_of_the_state_loads_too():
     assert_same(state_of(fresh), state_of(optimizer))
 
 
+def test_a_copy_without_hooks_loads_back():
+    """As one that is kept of the best step: its state holds the objects themselves."""
+    _, optimizer = trained(2)
+    kept, expected = copy.deepcopy(optimizer), copy.deepcopy(state_of(optimizer))
+    objects = state_of(optimizer)[0]
+    for param in optimizer.param_groups[0]["params"][:2]:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.load_state_dict(kept.state_dict())
+    assert_same(state_of(optimizer), expected)
+    assert state_of(optimizer)[0]["preconditioner"] is objects["preconditioner"]
+    assert state_of(optimizer)[0]["low"] is objects["low"]
+
+
 def test_the_caller_keeps_its_state_dict():
     _, optimizer = trained(2)
     saved = copy.deepcopy(optimizer.state_dict())

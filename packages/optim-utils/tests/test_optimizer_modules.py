@@ -338,6 +338,14 @@ def test_a_state_is_put_into_a_dict():
             Bag(t=torch.ones(1)).state_dict(destination=wrong)
 
 
+def test_an_object_is_no_state():
+    # with a warning only, it would have stayed as it was
+    bag = Bag(t=torch.ones(1))
+    for wrong in (Bag(t=torch.zeros(1)), None, [torch.zeros(1)]):
+        with pytest.raises(TypeError, match=f"state_dict has to be a dict .*, got a {type(wrong).__name__}$"):
+            bag.load_state_dict(wrong)
+
+
 def test_what_contains_itself_is_refused_by_the_way_back():
     child = Bag(t=torch.ones(1))
     parent = Bag(children=[child])

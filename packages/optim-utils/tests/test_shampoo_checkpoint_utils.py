@@ -430,6 +430,8 @@ def test_a_container_with_nothing_to_fill_is_never_missing():
         (torch.zeros((), dtype=torch.complex64), 1e300j, "dtype"),
         (torch.zeros(1).expand(3), torch.ones(3), "memory"),
         ({"k": 1}, 5, "type"),
+        pytest.param(Accumulator(), 5, "type", id="number for an object"),
+        pytest.param(Accumulator(), Accumulator(), "type", id="object for its state"),
         pytest.param(Accumulator(), {"total": torch.zeros(4)}, "shape", id="object"),
     ],
     ids=str,

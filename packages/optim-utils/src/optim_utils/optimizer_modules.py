@@ -92,9 +92,13 @@ class OptimizerModule(Stateful):
         options that the method has parameters for. As a part of the check, the method is tried on a copy first.
 
         Raises:
+            TypeError: for what is no dict, such as the object in place of its state.
             StateLoadError: with all problems in its ``report``, and nothing written; for tensors of another shape or
                 without memory (meta) always, for every other problem if ``strict``.
         """
+        if not isinstance(state_dict, Mapping):
+            what = type(state_dict).__name__
+            raise TypeError(f"state_dict has to be a dict that state_dict() makes of an object, got a {what}")
         plan = LoadPlan(store_non_tensors=store_non_tensors, cast=cast, assign=assign)
         plan.add_object(self, state_dict, ())
         report = plan.run(strict=strict)

@@ -129,7 +129,7 @@ class LoadPlan:
 
     def add_object(self, live: Stateful, loaded: object, path: Path) -> Stateful:
         if not isinstance(loaded, Mapping):
-            self._note_mismatch(path, "type", live, loaded)
+            self._note_no_state(path, live, loaded)
             return live
         entries = dict(loaded)
         try:
@@ -175,7 +175,7 @@ class LoadPlan:
         if isinstance(loaded, Mapping):
             self.own_loads.append(OwnLoad(live, loaded, path))
         else:
-            self._note_mismatch(path, "type", live, loaded)
+            self._note_no_state(path, live, loaded)
         return live
 
     def _add_low_bit(self, live: LowBitTensor, loaded: object, path: Path) -> LowBitTensor:
@@ -355,6 +355,10 @@ class LoadPlan:
     def _note_unexpected(self, path: Path, loaded: object) -> None:
         if self.store_non_tensors or has_content(loaded, store_non_tensors=False):
             self._note(path, "unexpected", found=describe(loaded))
+
+    def _note_no_state(self, path: Path, live: Stateful, loaded: object) -> None:
+        found = f"{describe(loaded)} itself, not its state" if isinstance(loaded, Stateful) else describe(loaded)
+        self._note(path, "type", describe(live), found)
 
     def _note_mismatch(self, path: Path, kind: Kind, live: object, loaded: object) -> None:
         self._note(path, kind, describe(live), describe(loaded))

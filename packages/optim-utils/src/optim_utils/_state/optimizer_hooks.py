@@ -290,7 +290,9 @@ def _planned_state(
         if name in converted:
             state[name] = value
         elif _holds_objects(old):
-            state[name] = plan.add(old, _with_none(old, value), (*path, name))
+            # an optimizer without hooks, as a copy of this one is, has saved the objects themselves
+            saved_form = _plain(value) if _holds_objects(value) else value
+            state[name] = plan.add(old, _with_none(old, saved_form), (*path, name))
         else:
             state[name] = _restored(_with_keys_of(old, value), old.device if isinstance(old, Tensor) else device)
     if saved:

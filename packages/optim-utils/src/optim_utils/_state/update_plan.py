@@ -8,6 +8,7 @@ rules.
 from __future__ import annotations
 
 import cmath
+from collections.abc import Mapping
 from numbers import Integral, Number, Real
 from typing import Any
 
@@ -57,7 +58,11 @@ class UpdatePlan(LoadPlan):
                 return self._add_number(live, loaded, path)
             return self._add_tensor(live, loaded, path)
         if isinstance(live, Stateful):
-            return self.objects.add(live, loaded, path)
+            if isinstance(loaded, Mapping):
+                return self.objects.add(live, loaded, path)
+            # nothing of the object fits
+            self._note_no_state(path, live, loaded)
+            return live
         if isinstance(live, dict):
             entries = entries_by_key(loaded, live)
             if entries is None:
