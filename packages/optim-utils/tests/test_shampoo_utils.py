@@ -276,8 +276,10 @@ def test_compress_list():
     with pytest.raises(AssertionError) as error:
         compress_list([1, 2, 3], (True, False))
     assert str(error.value) == "Inconsistent lengths between complete_list 3 and selector 2!"
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="complete_list has to be a sequence, got a generator"):
         compress_list((i for i in range(3)), (True, False, True))
+    with pytest.raises(TypeError, match="selector has to be a sequence, got a NoneType"):
+        compress_list((1, 2), None)
 
 
 @pytest.mark.parametrize(

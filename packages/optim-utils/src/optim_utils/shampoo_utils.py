@@ -111,6 +111,9 @@ def _num_pieces(length: int, size: int) -> int:
 
 def compress_list(complete_list: Sequence[T], selector: Sequence[object]) -> tuple[T, ...]:
     """The elements of ``complete_list`` whose entry in ``selector`` is true."""
+    for name, given in (("complete_list", complete_list), ("selector", selector)):
+        if not hasattr(given, "__len__"):
+            raise TypeError(f"{name} has to be a sequence, got a {type(given).__name__}")
     if len(complete_list) != len(selector):
         raise AssertionError(
             f"Inconsistent lengths between complete_list {len(complete_list)} and selector {len(selector)}!"
