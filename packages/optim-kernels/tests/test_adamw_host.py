@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fresh_params import make_params, renew_gradients
+from interrupts import assert_taken_or_not
 from random_tensors import DEVICE
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
@@ -169,6 +170,34 @@ def test_a_step_that_failed_is_not_taken_for_done(
             assert all(map(torch.equal, params, others)), failing
     # three tables that start at zero, and a list's map and records; of a list with a norm two tables more
     assert num_failures >= 3 + (0 if len(shapes) == 1 else 2) + (0 if max_norm is None else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_before", [0, 1, 2], ids=["first", "second", "steady"])
+@pytest.mark.parametrize("shapes", [[(40, 30)], [(40, 30), (7,)]], ids=["one", "two"])
+def test_a_step_that_is_interrupted_is_taken_or_not(shapes: Any, num_before: int) -> None:
+    """And the next steps read what they should, also the gradients and hyperparameters of before."""
+    within = [
+        *("SteadyStep._get_ready", "SteadyStep._note", "DeviceTable.update"),
+        *(f"AdamWLaunch.{name}" for name in ("_set_scalars", "_upload", "get_ready", "refresh")),
+        *(f"AdamWPlan.{name}" for name in ("get_ready", "prepare", "refresh", "renumber")),
+    ]
+    values = make_params(shapes)
+    grads = [[torch.randn_like(p) for p in values] for _ in range(2)]
+
+    def start() -> Any:
+        params = [torch.nn.Parameter(p.detach().clone()) for p in values]
+        optimizer = TritonAdamW(params, impl="triton")
+
+        def step(which: int) -> None:
+            optimizer.param_groups[0].update(lr=[0.1, 0.2][which], eps=[1e-8, 1e-2][which])
+            for p, grad in zip(params, grads[which]):
+                p.grad = grad
+            optimizer.step()
+
+        return params, step
+
+    assert_taken_or_not(start, num_before, within)
 
 
 def test_a_refused_gradient_does_not_hide_that_others_are_copied() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupts import assert_taken_or_not
 from random_tensors import DEVICE, assert_same_bits, give_gradients, random_parameters
 from torch import Tensor, nn
 
@@ -288,6 +289,30 @@ def test_a_repeated_step_notices_what_has_changed(monkeypatch: pytest.MonkeyPatc
     for each in (optimizer, other):
         each.param_groups[0] = {**each.param_groups[0], "lr": 0.05}
     assert not same_step(15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_before", [0, 1, 2], ids=["first", "second", "repeated"])
+def test_a_step_that_is_interrupted_is_taken_or_not(num_before: int) -> None:
+    """And the next steps read what they should, also the gradients and hyperparameters of before."""
+    within = ["DeviceTable.update", "StepInputs.update", "StepInputs.set_addresses"]
+    # a recording of CUDA's that is interrupted warns of an empty graph
+    within += ["MuonBatchPlan.refresh", *["MuonBatchPlan.run"] * is_interpreted()]
+    # not aligned to 16 bytes, which needs other launches
+    grads = [torch.randn(12, device=DEVICE).view(3, 4), torch.randn(13, device=DEVICE)[1:].view(3, 4)]
+
+    def start() -> Any:
+        params = parameters((3, 4))
+        optimizer = TritonMuon(params, ns_steps=1, **EXACT)
+
+        def step(which: int) -> None:
+            optimizer.param_groups[0].update(lr=[0.1, 0.2][which], weight_decay=[0.1, 0.5][which])
+            params[0].grad = grads[which]
+            optimizer.step()
+
+        return params, step
+
+    assert_taken_or_not(start, num_before, within)
 
 
 def test_gradients_are_not_kept() -> None:

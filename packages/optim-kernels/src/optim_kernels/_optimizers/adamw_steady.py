@@ -42,6 +42,8 @@ class SteadyStep:
     """
 
     norm: Tensor | None = None
+    # the hyperparameters that the kernels are ready for; ``None`` if that is not known
+    _numbers: list[tuple[Any, ...]] | None = None
 
     def __init__(
         self,
@@ -62,10 +64,10 @@ class SteadyStep:
     def _note(self, groups: Sequence[Group], seen: TensorList, factor: Tensor | None) -> None:
         """Take note of what the kernels are ready for."""
         plan, numbers = self._kernels.plan, list(map(_numbers, groups))
-        self._numbers = numbers if _are_fixed(numbers) and not plan.num_copied else None
         # of the gradients no more, or their memory would stay taken
         self._addresses, self._kinds, self._factor = seen.addresses, seen.kinds, factor
         self._launches = plan.launches_again()
+        self._numbers = numbers if _are_fixed(numbers) and not plan.num_copied else None
 
     def take(self, groups: Sequence[Group], states: Mapping[Tensor, State] | None) -> bool:
         """Take the step if it is like the one before; else return False, with nothing done.
@@ -111,9 +113,12 @@ class SteadyStep:
         )
         if are_alike and all(map(is_, chain.from_iterable(numbers), chain.from_iterable(known or ()))):
             return
+        # forget the old ones first: what fails midway, or is interrupted, may leave the kernels ready for either
+        self._numbers = None
         if are_alike and _are_fixed(numbers):
             plan.renumber([AdamWScalars(lr, *betas, *others) for lr, betas, *others in numbers])
-            self._numbers, self._launches = numbers, plan.launches_again()
+            self._launches = plan.launches_again()
+            self._numbers = numbers
         else:
             self._kernels.get_ready(groups, seen, grad_scale=None, found_inf=None, clip_factor=factor)
             self._note(groups, seen, factor)

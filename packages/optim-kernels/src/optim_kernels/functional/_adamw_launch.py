@@ -66,6 +66,8 @@ class AdamWLaunch:
         # learning rates and betas on the device, kept while the launch may read them
         self._scalar_tensors: list[Tensor] = []
         self._grads_view = self._scalars_view = self._changing.words
+        # the words of the changing table of which the two are views
+        self._viewed: Tensor | None = None
         # clip factor, gradient scale, found_inf
         self._factors: tuple[Tensor, ...] = ()
         self._is_of_one = False
@@ -139,6 +141,7 @@ class AdamWLaunch:
         # a list's tables are others than those of one tensor
         self._is_of_one, self._map, self._rates = alone is not None, None, ()
         self._scalars, self._grad_rows, self._is_uploaded = (), b"", False
+        self._viewed = None
         if alone is not None:
             self._division, counts = alone, [alone[0]]
             tuned = tuning_of_one(tuned, numels[0], num_multiprocessors)
@@ -299,6 +302,8 @@ class AdamWLaunch:
         return self._scalars_view is not before[0] or self._rates != before[1]
 
     def _set_scalars(self, scalars: Sequence[AdamWScalars], numbers: bool) -> None:
+        # forget the old ones first: a call that fails midway, or is interrupted, may leave rates or rows of either
+        self._scalars = ()
         if not numbers:
             scalars = [each._replace(lr=readable(each.lr, self._device)) for each in scalars]
         # first, since a number may be too large for a row
@@ -311,18 +316,22 @@ class AdamWLaunch:
             self._rates = (*rates, *[0] * (MOST_RATES - len(scalars)))
         else:
             self._rates = (0,) * MOST_RATES
-        # a copy, because the caller may write to its list
-        self._scalars = list(scalars) if numbers else ()
         self._scalar_tensors = [] if numbers else [v for each in scalars for v in each if isinstance(v, Tensor)]
         if rows != self._scalar_rows:
-            self._scalar_rows = rows
             self._is_uploaded = False
+            self._scalar_rows = rows
+        # a copy, because the caller may write to its list
+        self._scalars = list(scalars) if numbers else ()
 
     def _upload(self) -> None:
-        if self._changing.update(self._grad_rows + self._scalar_rows):
+        self._changing.update(self._grad_rows + self._scalar_rows)
+        words = self._changing.words
+        # asked of the tensor, because a call that made it may have been interrupted before it made the views
+        if words is not self._viewed:
             split = len(self._grad_rows) // 8
             self._grads_view = self._changing.part(0, split)
             self._scalars_view = self._changing.part(split)
+            self._viewed = words
         self._is_uploaded = not is_capturing(self._device)
 
 

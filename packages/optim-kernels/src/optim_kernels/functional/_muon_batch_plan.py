@@ -125,6 +125,8 @@ class MuonBatchPlan:
         self._tables = MuonTables(tensors, self._matrices, families, chains, ns)
         self._inputs = StepInputs(len(self._matrices), num_groups, self._device)
         self._launches = StepLaunches(self._tables, families, chains, self._inputs, options)
+        # of the inputs that the launches read
+        self._taken: Tensor | None = None
         self._grad_addresses: list[int] = []
         self._copies: list[Tensor] = []
         self.was_captured = False
@@ -149,9 +151,12 @@ class MuonBatchPlan:
                 self.run(hyper, factor=factor, found_inf=found_inf)
             return
         capturing = is_capturing(self._device)
-        if self._inputs.update(hyper, factor, found_inf):
+        self._inputs.update(hyper, factor, found_inf)
+        if self._inputs.grads is not self._taken:
             self._launches.take_inputs()
             self._forget_recorded()
+            # last: where this is interrupted, the next step does it again
+            self._taken = self._inputs.grads
         if capturing:
             self._launches.keep_for_graph()
             self.was_captured = True
@@ -192,14 +197,17 @@ class MuonBatchPlan:
         if 0 in addresses and self._device.type != "meta":
             name = self._grad_names[addresses.index(0)]
             raise ValueError(f"{name} has elements but no memory: its storage was freed")
-        self._grad_addresses = addresses
+        # forget the old ones first: where this is interrupted, the inputs may be those of either
+        self._grad_addresses = []
         starts = [addresses[parameter] + offset for parameter, offset in self._offsets]
         self._inputs.set_addresses(starts)
         # only starts matter: sizes are those of the parameters' matrices, which `state_is_aligned` covers
         aligned = all(start % ALIGNMENT == 0 for start in starts)
         if aligned != self._launches.gradients_are_aligned:
-            self._launches.gradients_are_aligned = aligned
+            # first: once the alignment is noted, nothing else drops a graph for the other one
             self._forget_recorded()
+            self._launches.gradients_are_aligned = aligned
+        self._grad_addresses = addresses
 
     def _check_dtypes(self, grads: Sequence[Tensor]) -> None:
         for name, grad in zip(self._grad_names, grads, strict=True):

@@ -34,6 +34,8 @@ class StepInputs:
         self._num_addresses = num_matrices + num_matrices % 2
         self._shape = (num_groups, NUM_HYPER)
         self._addresses = b""
+        # the words of the table of which the parts are views
+        self._viewed: Tensor | None = None
 
     def set_addresses(self, addresses: Sequence[int]) -> None:
         """Set where each matrix's gradient begins, from the next ``update`` on."""
@@ -42,8 +44,8 @@ class StepInputs:
 
     def update(
         self, hyper: Sequence[Sequence[float | Tensor]], factor: Tensor | None, found_inf: Tensor | None
-    ) -> bool:
-        """Bring the table up to date; return whether its parts are new tensors, which recorded launches do not read."""
+    ) -> None:
+        """Bring the table up to date; its parts may then be new tensors, which recorded launches do not read."""
         control: list[Any] = [1.0 if factor is None else factor, 0.0 if found_inf is None else found_inf]
         values = [*chain.from_iterable(hyper), *control]
         # a factor differs from step to step, and a graph must not keep the present value of one on the host: so it is
@@ -56,15 +58,17 @@ class StepInputs:
         tensors = {
             place: value.reshape(()).to(self._device) for place, value in enumerate(values) if are_tensors[place]
         }
-        is_new = self._table.update(self._addresses + numbers.tobytes() + kinds)
-        if is_new:
+        self._table.update(self._addresses + numbers.tobytes() + kinds)
+        words = self._table.words
+        # asked of the tensor, because a call that made it may have been interrupted before it made the views
+        if words is not self._viewed:
             split = self._num_addresses
-            self.grads = self._table.part(0, split)
             self._floats = self._table.part(split, split + len(numbers) // 2, dtype=torch.float32)
             self.hyper, self.control = self._floats[:-2].view(self._shape), self._floats[-2:]
+            self.grads = self._table.part(0, split)
+            self._viewed = words
         for place, value in tensors.items():
             self._floats[place].copy_(value)
-        return is_new
 
     def keep_for_graph(self) -> None:
         """Take note that launches which read the table are being captured."""

@@ -126,10 +126,11 @@ class AdamWPlan:
             by_signature.setdefault(tensor.signature(grad), []).append(tensor)
         check_apart(params, [tensor.called("params") for tensor in planned])
         check_shared_steps(planned, grads.tensors)
+        # forget the old lists first: a call that is interrupted may leave launches of either
+        self._tensors = []
         self._launches, self._known = _launches(list(by_signature.values()), grads.tensors), None
         self._again = None
         # copies, because the caller may change its lists
-        self._tensors = [list(each) for each in tensors]
         self._numbers = [each[:] for each in numbers]
         stored = [part for each in tensors for tensor in each for part in with_memory(tensor)]
         # parameters may share one step count
@@ -137,6 +138,7 @@ class AdamWPlan:
         self._addresses = KnownAddresses(self._stored)
         self.num_tensors = count
         self._grads = grads.addresses, grads.kinds, _layouts(grads)
+        self._tensors = [list(each) for each in tensors]
 
     def let_go(self) -> None:
         """Keep no state alive, whose memory its owner may want to have back; the next ``prepare`` plans anew."""
