@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from optim_utils._low_bit import graph_cache
@@ -242,6 +243,13 @@ def test_a_copy_of_several_tensors_shares_what_the_originals_share(fmt: LowBitFo
     expected[8:16] = 0
     assert torch.equal(dequantize(twins["whole"]), expected)
     assert torch.equal(twins["codes"], twins["whole"].codes)
+
+
+def test_a_fake_tensor_is_copied_without_a_look_at_its_memory() -> None:
+    # of which torch warns, once in a process
+    with FakeTensorMode():
+        twin = copy.deepcopy(example(INT8))
+    assert isinstance(twin.codes, FakeTensor)
 
 
 def test_copies_and_files_keep_what_others_have_set() -> None:

@@ -158,8 +158,13 @@ class LowBitTensor(Tensor):
     __dlpack_device__ = _refusal("__dlpack_device__")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LowBitTensor:
-        # by torch's copies of the parts, which share memory in a copy of several tensors where the originals do
-        copied = self.with_parts(lambda part: copy.deepcopy(part.detach(), memo))
+        def copied_part(part: Tensor) -> Tensor:
+            # torch's copies share memory in a copy of several tensors where the originals do; it clones what has none
+            # of its own, with a warning where that is a fake tensor
+            part = part.detach()
+            return copy.deepcopy(part, memo) if type(part) is Tensor else part.clone()
+
+        copied = self.with_parts(copied_part)
         twin: LowBitTensor = _as_leaf(copied, self.requires_grad, isinstance(self, nn.Parameter))
         # an attribute may lead back here
         memo[id(self)] = twin
