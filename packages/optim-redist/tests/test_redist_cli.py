@@ -124,7 +124,7 @@ def test_memory_decides_where_a_quicker_plan_takes_more_of_it():
     made, why = decides((24, 16), (2, 3, 2), [0, (1, 2)], [(1, 2), None], 460)
     assert (made.planner, {step.rounds for step in made.steps}) == ("spread", {1})
     assert "memory: the plan takes" in why
-    assert "  naive: takes 40.0 µs, and its peak of 2376 bytes exceeds the limit of 460\n" in made.explain()
+    assert "  naive: takes 40 µs, and its peak of 2.32 KiB is 1.87 KiB above the limit\n" in made.explain()
     _, why = decides((24, 16), (2, 3, 2), [0, (1, 2)], [(1, 2), None], planners=["spread"])
     assert "latency: 2 step(s) of 72 B at most are too small" in why
 
@@ -547,8 +547,16 @@ def test_borders_are_not_spoken_of_where_nothing_is_sent():
 def test_planners_that_are_not_asked_are_told_from_those_that_lose():
     made = plan((64, 64), "bf16", Layout(Mesh(4), [0, None]), Layout(Mesh(4), [None, 0]))
     naive = next(other.reason for other in made.alternatives if other.planner == "naive")
-    assert naive == "not tried, as it takes at least 40.0 µs and 30.0 µs is possible"
+    assert naive == "not tried, as it takes at least 40 µs and 30 µs is possible"
     assert naive in made.explain()
+
+
+def test_why_another_plan_lost_is_written_in_the_units_of_the_table():
+    swap = (32768, 32768), "bf16", Layout(Mesh(4), [0, None]), Layout(Mesh(4), [None, 0])
+    made = plan(*swap, planners=["direct", "naive"])
+    assert made.alternatives[0].reason == "takes 5.77 ms, 4.13 ms more than direct"
+    naive = "\n  naive: not tried, as it takes at least 5.41 ms and 1.64 ms is possible"
+    assert naive in plan(*swap).explain()
 
 
 def test_ascii_pictures():

@@ -50,6 +50,7 @@ from optim_redist.layout import Layout
 from optim_redist.lower_bounds import Bounds
 from optim_redist.moves import Candidate, Request, Stage, Step
 from optim_redist.problem import Problem
+from optim_redist.units import format_seconds
 
 UNSEARCHED = "takes a search, which is made with a budget or if asked for by name"
 Losers = list[tuple[str, float, str]]  # planner, seconds it takes at least, why it was not asked
@@ -74,7 +75,8 @@ def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = N
         if asked is None and found:
             least = planner.least_seconds(request, limits)
             if least >= best:
-                reason = f"not tried, as it takes at least {least * 1e6:.1f} µs and {best * 1e6:.1f} µs is possible"
+                at_least, possible = format_seconds(least), format_seconds(best)
+                reason = f"not tried, as it takes at least {at_least} and {possible} is possible"
                 hopeless.append((name, least, reason))
                 continue
             if name == "collectives" and not request.budget:

@@ -28,6 +28,7 @@ from optim_redist.overlap import overlap
 from optim_redist.planners import candidates
 from optim_redist.plans import Alternative, Plan
 from optim_redist.problem import Problem, check_partial_init
+from optim_redist.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     import torch
@@ -309,11 +310,15 @@ def _decide(request: Request, asked: tuple[str, ...] | None) -> _Decision:
 
 
 def _why_not(loser: Candidate, winner: Candidate, request: Request) -> str:
+    # differences are written out, as three digits may not tell the two times or sizes apart
     if not request.allows(loser.peak_bytes):
-        peak = f"its peak of {loser.peak_bytes} bytes exceeds the limit of {request.memory_limit}"
-        return f"takes {loser.seconds * 1e6:.1f} µs, and {peak}"
+        assert request.memory_limit is not None
+        above = format_bytes(loser.peak_bytes - request.memory_limit)
+        peak = f"its peak of {format_bytes(loser.peak_bytes)} is {above} above the limit"
+        return f"takes {format_seconds(loser.seconds)}, and {peak}"
     if loser.seconds > winner.seconds:
-        return f"takes {loser.seconds * 1e6:.1f} µs, {winner.planner} {winner.seconds * 1e6:.1f} µs"
+        more = format_seconds(loser.seconds - winner.seconds)
+        return f"takes {format_seconds(loser.seconds)}, {more} more than {winner.planner}"
     more_steps, higher = len(loser.steps) > len(winner.steps), loser.peak_bytes > winner.peak_bytes
     better = "has fewer steps" if more_steps else "has a lower peak" if higher else "is as good in all else"
     return f"as fast as {winner.planner}, which {better}"
