@@ -70,7 +70,7 @@ def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = N
         planner = _PLANNERS[name]
         if not planner.applies(request, limits):
             continue
-        if asked is None and name == "stopover" and any(_fits_at_once(one, request) for one in found):
+        if asked is None and planner.spares_rounds and any(_fits_at_once(one, request) for one in found):
             continue
         if asked is None and found:
             least = planner.least_seconds(request, limits)
@@ -79,7 +79,7 @@ def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = N
                 reason = f"not tried, as it takes at least {at_least} and {possible} is possible"
                 hopeless.append((name, least, reason))
                 continue
-            if name == "collectives" and not request.budget:
+            if planner.searches and not request.budget:
                 hopeless.append((name, least, UNSEARCHED))
                 continue
         try:
@@ -214,6 +214,10 @@ class _Planner(NamedTuple):
     make: Callable[[Request, Bounds], Candidate | None]
     least_seconds: Callable[[Request, Bounds], float]
     applies: Callable[[Request, Bounds], bool] = lambda request, limits: True
+    # when it is asked though not named: with a budget only; where nothing else fits in one round; never
+    searches: bool = False
+    spares_rounds: bool = False
+    by_name_only: bool = False
 
 
 _PLANNERS = {
@@ -241,9 +245,9 @@ _PLANNERS = {
     ),
     "hierarchical": _Planner(_hierarchical, least_of_sharing, _can_be_hierarchical),
     "packed": _Planner(packed_exchange, least_of_one_hop, can_be_packed),
-    "stopover": _Planner(stopover, least_of_stopping_over, can_stop_over),
-    "collectives": _Planner(_collectives, least_of_one_hop, _on_one_set_of_ranks),
-    "notebook": _Planner(_notebook, least_of_one_hop),
+    "stopover": _Planner(stopover, least_of_stopping_over, can_stop_over, spares_rounds=True),
+    "collectives": _Planner(_collectives, least_of_one_hop, _on_one_set_of_ranks, searches=True),
+    "notebook": _Planner(_notebook, least_of_one_hop, by_name_only=True),
     "naive": _Planner(_naive, least_of_gathering, _can_gather),
 }
-_DEFAULT = [name for name in _PLANNERS if name != "notebook"]
+_DEFAULT = [name for name, planner in _PLANNERS.items() if not planner.by_name_only]
