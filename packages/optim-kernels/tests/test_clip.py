@@ -354,6 +354,17 @@ def test_a_gradient_that_lies_where_the_copy_of_another_was_is_read_as_it_is(mon
     torch.testing.assert_close(norms.norm([first, memory[0, :, None].expand(64, 64)], 2.0), exact)
 
 
+@pytest.mark.parametrize("step", [1, 2], ids=["dense", "strided"])
+def test_gradients_without_memory_are_refused(step: int) -> None:
+    """By their place, before anything reads them: those that are not dense would be copied first."""
+    tensors = [torch.ones(3, device=DEVICE), torch.ones(0, device=DEVICE), torch.ones(8, device=DEVICE)[::step]]
+    norms = GradientNorms("triton")
+    assert float(norms.norm(tensors, 1.0)) == 3.0 + 8.0 / step
+    tensors[2].untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="gradient 2 has elements but no memory: its storage was freed"):
+        norms.norm(tensors, 1.0)
+
+
 def test_a_gradient_that_is_listed_twice_is_not_scaled_twice_at_once() -> None:
     norms, grad = GradientNorms("triton"), torch.ones(5000, device=DEVICE)
     for _ in range(2):

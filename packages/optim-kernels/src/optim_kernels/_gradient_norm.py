@@ -234,6 +234,9 @@ class GradientNorms:
             # DTensors, say, whose norm torch reduces over ranks
             if any(map(is_wrapper, grads.tensors)):
                 return None
+            for place, (address, grad) in enumerate(zip(grads.addresses, grads.tensors)):
+                if not address and grad.numel():
+                    raise ValueError(f"gradient {place} has elements but no memory: its storage was freed")
             by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
             for place, grad in enumerate(grads.tensors):
                 by_kind.setdefault((grad.device, grad.dtype), []).append(place)

@@ -69,8 +69,6 @@ class NormLaunches:
         if self.knows(addresses, numels):
             self._addresses, self._numels = addresses, numels
             return
-        if 0 in addresses and any(numel and not address for address, numel in zip(addresses, numels)):
-            raise ValueError("a gradient has elements but no memory: its storage was freed")
         # forget the old list first: a call that fails midway may leave tables of either list
         self._addresses = []
         self._forget_launched()
