@@ -28,11 +28,18 @@ from optim_kernels.reference.muon import wide_dtype
 from optim_utils.param_groups import MatrixView
 
 
-def init_state(param: Tensor, view: MatrixView, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-    """Create what ``state`` lacks for the group's options, laid out as the parameter is, and convert what it has."""
+def init_state(
+    param: Tensor, view: MatrixView, group: Mapping[str, Any], state: dict[str, Any], *, grad: Tensor | None = None
+) -> None:
+    """Create what ``state`` lacks for the group's options, laid out as the parameter is, and convert what it has.
+
+    Args:
+        grad: the gradient, spread as the parameter is, whose dtype a momentum without a dtype of its own has; without
+            a gradient it has the parameter's.
+    """
     convert_state(param, group, state)
     if "momentum_buffer" not in state:
-        like = param if param.grad is None else spread_as(param.grad, param)
+        like = param if grad is None else grad
         # a wrapper may store parameters in a way that cannot hold a momentum
         laid_out_as = like if is_wrapper(param) else _plain(param)
         state["momentum_buffer"] = torch.zeros_like(
@@ -123,7 +130,7 @@ def entries_of(
         view = view_of(p, group, place, names[p])
         refuse(why_unfit(p, grad, state.get(p, {}), used), names[p])
         check_state_in_capture(p, state, names[p])
-        init_state(p, view, group, state[p])
+        init_state(p, view, group, state[p], grad=grad)
         if group["impl"] == "triton":
             check_kernels(grad, state[p]["momentum_buffer"], ns_config_of(group), names[p])
         if group["beta2"] is not None:
