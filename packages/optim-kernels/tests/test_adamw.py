@@ -369,8 +369,8 @@ def test_wrong_inputs_are_refused_by_name() -> None:
         optimizer.step(clip_factor=torch.tensor(1.0))
     with pytest.raises(ValueError, match="max_norm"):
         optimizer.add_param_group({"params": [q], "max_norm": 3.0})
-    with pytest.raises(ValueError, match=r"as those of torch\.optim\.Adam"):
-        TritonAdamW(torch.optim.Adam([p]).param_groups)
+    with pytest.raises(ValueError, match=r"param_groups\[1\] has .*=False, as those of torch\.optim\.Adam"):
+        TritonAdamW([{"params": [q]}, *torch.optim.Adam([p]).param_groups])
     optimizer.defaults = {"lr": 0.1}  # a program has replaced them
     with pytest.raises(KeyError, match="max_norm"):
         optimizer.add_param_group({"params": [q]})

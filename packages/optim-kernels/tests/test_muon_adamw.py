@@ -360,6 +360,21 @@ def test_adamw_groups_check_what_they_are_given() -> None:
             TritonMuonAdamW([{"params": rest, "kind": "adamw", option: value}])
 
 
+def test_adams_groups_are_no_adamws() -> None:
+    """They say so by an option, whose decay is part of the gradient; torch's AdamW puts it right in a load."""
+    matrices, rest = matrices_and_rest()
+    adam = torch.optim.Adam(rest, weight_decay=0.1)
+    groups = [{"params": matrices, "kind": "muon"}, {**adam.param_groups[0], "kind": "adamw"}]
+    with pytest.raises(ValueError, match=r"param_groups\[1\] has .*=False, as those of torch\.optim\.Adam"):
+        TritonMuonAdamW(groups)
+    optimizer = TritonMuonAdamW([{"params": rest, "kind": "adamw"}])
+    with pytest.raises(ValueError, match=r"param_groups\[1\] has decoupled_weight_decay=False"):
+        optimizer.add_param_group({"params": matrices, "kind": "adamw", "decoupled_weight_decay": False})
+    assert len(optimizer.param_groups) == 1
+    optimizer.load_state_dict(adam.state_dict())
+    assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
+
+
 def test_lazy_parameters_of_adamw_are_explained_before_they_are_there() -> None:
     model = nn.LazyLinear(3)
     optimizer = TritonMuonAdamW([{"params": model.named_parameters(), "kind": "adamw"}])

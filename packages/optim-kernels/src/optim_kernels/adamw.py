@@ -22,6 +22,7 @@ from optim_kernels._optimizers.adamw_options import (
     StateDtype,
     check_adamw_ranges,
     check_adamw_scalars,
+    check_decay,
     check_formats,
     check_storage,
     check_update,
@@ -167,23 +168,19 @@ class TritonAdamW(KnowsNorm, PrivateState, TorchAdamW):
         try:
             group = self.param_groups[-1]
             check_clipping(self, group)
-            self._check_paths(group, self._parameter_names())
+            self._check_paths(len(self.param_groups) - 1, self._parameter_names())
         except Exception:
             self.param_groups.pop()
             raise
         self._forget()
 
-    def _check_paths(self, group: dict[str, Any], names: dict[Tensor, str]) -> None:
-        """Raise where parameters cannot be stored, or updated, as the group asks for."""
+    def _check_paths(self, number: int, names: dict[Tensor, str]) -> None:
+        """Raise where parameters cannot be stored, or updated, as the group of this number asks for."""
+        group = self.param_groups[number]
         check_impl(group["impl"])
         check_update(group)
         check_formats(group["state_dtype"], group["master_weights"])
-        # torch tells AdamW's groups from Adam's, whose decay is part of the gradient, by this option
-        if not group.get("decoupled_weight_decay", True):
-            raise ValueError(
-                "a group has decoupled_weight_decay=False, as those of torch.optim.Adam, and TritonAdamW would decay "
-                "its parameters as AdamW does; leave the option out, or give the group to torch.optim.Adam"
-            )
+        check_decay(group, f"param_groups[{number}]")
         for param in group["params"]:
             if is_lazy(param):
                 # its shape is not known yet; the first step in which it has a gradient checks it
@@ -294,8 +291,8 @@ class TritonAdamW(KnowsNorm, PrivateState, TorchAdamW):
         """Sort the parameters that have gradients by what updates them, make their states, and plan the launch."""
         self._prepared = None
         names = self._parameter_names()
-        for group in self.param_groups:
-            self._check_paths(group, names)
+        for number in range(len(self.param_groups)):
+            self._check_paths(number, names)
         indices: list[int] = []
         reasons: list[str] = []
         for index, ((group, param), grad) in enumerate(zip(self._parameters(), grads)):

@@ -20,7 +20,7 @@ from optim_kernels._dtensors import gradients_of
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizers import nanochat_checkpoints as nanochat
-from optim_kernels._optimizers.adamw_options import check_adamw_ranges, check_adamw_scalars
+from optim_kernels._optimizers.adamw_options import check_adamw_ranges, check_adamw_scalars, check_decay
 from optim_kernels._optimizers.adamw_paths import NOT_YET_THERE, why_not_kernels
 from optim_kernels._optimizers.adamw_state import MOMENTS, NEEDED, laid_out, zero_state
 from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
@@ -113,6 +113,8 @@ class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
             check_clipping(self, self.param_groups[-1])
             check = check_muon_group if self._is_muon(group) else _check_adamw_group
             check(self.param_groups[-1], self._parameter_names())
+            if not self._is_muon(group):
+                check_decay(group, f"param_groups[{len(self.param_groups) - 1}]")
         except Exception:
             self.param_groups.pop()
             raise
@@ -127,6 +129,8 @@ class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
             check_clipping(self, group)
             if not self._is_muon(group):
                 _check_adamw_group(group, names, loaded=True)
+                if "decoupled_weight_decay" in group:
+                    group["decoupled_weight_decay"] = True  # as torch's AdamW makes of Adam's groups
 
     @hooked_step
     def step(self, closure: Callable[[], Any] | None = None, *, clip_factor: Tensor | None = None) -> Any:

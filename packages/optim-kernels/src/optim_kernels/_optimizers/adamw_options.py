@@ -52,6 +52,18 @@ def check_update(group: Mapping[str, Any]) -> None:
     check_seed(group.get("seed", 0))
 
 
+def check_decay(group: Mapping[str, Any], place: str) -> None:
+    """Raise ``ValueError`` for a group of torch.optim.Adam, whose decay is part of the gradient.
+
+    torch tells AdamW's groups from Adam's by this option.
+    """
+    if not group.get("decoupled_weight_decay", True):
+        raise ValueError(
+            f"{place} has decoupled_weight_decay=False, as those of torch.optim.Adam, and its parameters would be "
+            "decayed as AdamW's; leave the option out, or give the group to torch.optim.Adam"
+        )
+
+
 def check_formats(state_dtype: object, master_weights: object) -> None:
     """Raise ``ValueError`` unless these name formats."""
     pair = state_dtype if isinstance(state_dtype, tuple) else (state_dtype, state_dtype)
