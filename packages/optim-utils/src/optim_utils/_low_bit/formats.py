@@ -102,7 +102,7 @@ class LowBitFormat:
             raise ValueError(f"companding must be one of {_COMPANDINGS}, got {self.companding!r}")
         if self.companding == "sqrt" and not self.unsigned:
             raise ValueError(f"companding 'sqrt' needs a code for non-negative numbers, got {self.code!r}")
-        key = (self.code, self.bits, self.block_size, self.layout, self.companding)
+        key = self._key
         # not while a compiler traces: it would guard on this write, and the ints are constants of its program anyway
         if not torch.compiler.is_compiling() and key not in _TRACED_TWINS:
             _TRACED_TWINS[key] = (self, self)
@@ -118,11 +118,15 @@ class LowBitFormat:
         If an int, such as the block size, differs between two calls, the compiler makes it a symbol. The ints of a
         format that is read from a dict entry never differ.
         """
-        key = (self.code, self.bits, self.block_size, self.layout, self.companding)
-        if not torch.compiler.is_compiling() or key not in _TRACED_TWINS:
+        if not torch.compiler.is_compiling() or self._key not in _TRACED_TWINS:
             return self
-        first, second = _TRACED_TWINS[key]
+        first, second = _TRACED_TWINS[self._key]
         return first if second is self else second
+
+    @property
+    def _key(self) -> tuple[str, int, int, str, str]:
+        """The fields that tell formats apart: all but ``scale_dtype``, which is the same for all so far."""
+        return self.code, self.bits, self.block_size, self.layout, self.companding
 
     @property
     def unsigned(self) -> bool:
