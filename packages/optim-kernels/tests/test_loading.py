@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import sys
 import threading
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
+from interrupts import is_interrupted
 from random_tensors import give_gradients, random_parameters
 from torch import Tensor
 
@@ -369,3 +371,25 @@ def test_adamw_loads_no_options_that_a_step_would_refuse(option: dict[str, Any],
     with pytest.raises((TypeError, ValueError), match=words):
         optimizer.load_state_dict(saved)
     assert str(optimizer.state_dict()) == before
+
+
+@pytest.mark.parametrize("kind", [TritonAdamW, TritonMuon])
+def test_a_load_that_is_interrupted_leaves_the_optimizer(kind: Any) -> None:
+    """torch casts states to the parameter's dtype, before ours are put back."""
+    wide = {"momentum_dtype": torch.float32} if kind is TritonMuon else {"state_dtype": torch.float32}
+    p = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    optimizer, other = kind([p], **wide), kind([p], **wide)
+    for each, grad in ((optimizer, 0.1), (other, 0.3)):
+        p.grad = torch.full_like(p, grad)
+        each.step()
+    before, loaded = (copy.deepcopy(each.state_dict()["state"][0]) for each in (optimizer, other))
+    within = [f"{name}._put_back" for name in ("StatefulOptimizer", "PrivateState")]
+    for at in count(1):
+        interrupted = is_interrupted(lambda: optimizer.load_state_dict(other.state_dict()), at, within)
+        expected = before if interrupted else loaded
+        for key, value in optimizer.state_dict()["state"][0].items():
+            assert value.dtype == expected[key].dtype, (at, key)
+            assert torch.equal(value, expected[key]), (at, key)
+        if not interrupted:
+            break
+    assert at > 3

@@ -121,7 +121,7 @@ class StatefulOptimizer(Optimizer):
                 self.register_load_state_dict_post_hook(put_back, prepend=True),
             ):
                 super().load_state_dict(state_dict)
-        except Exception:
+        except BaseException:  # an interrupt too, which would leave what torch has cast
             self.__setstate__(before)
             raise
 
