@@ -27,7 +27,7 @@ _RUN = tl.constexpr(4)
 
 
 @triton.jit
-def _tile_magnitudes(pointer, lanes, end, dtype: tl.constexpr, NORM: tl.constexpr, MASKED: tl.constexpr):
+def _tile_magnitudes(pointer, lanes, end, NORM: tl.constexpr, MASKED: tl.constexpr):
     """|g|, g² or the bit pattern of |g| for one tile: for the norms 1, 2 and inf."""
     if MASKED:
         x = tl.load(pointer + lanes, mask=lanes < end, other=0.0).to(tl.float32)
@@ -46,7 +46,6 @@ def _tile_magnitudes(pointer, lanes, end, dtype: tl.constexpr, NORM: tl.constexp
 def _chunk_total(
     pointer,
     end,
-    dtype: tl.constexpr,
     NORM: tl.constexpr,
     TILE: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -54,9 +53,9 @@ def _chunk_total(
 ):
     """The totals of ``_RUN`` tiles, one number for every ``VECTOR`` neighbouring lanes."""
     lanes = tl.arange(0, TILE)
-    run = _tile_magnitudes(pointer, lanes, end, dtype, NORM, MASKED)
+    run = _tile_magnitudes(pointer, lanes, end, NORM, MASKED)
     for i in tl.static_range(1, _RUN):
-        more = _tile_magnitudes(pointer, lanes + i * TILE, end, dtype, NORM, MASKED)
+        more = _tile_magnitudes(pointer, lanes + i * TILE, end, NORM, MASKED)
         run = tl.maximum(run, more) if NORM == _INF_NORM else run + more
     run = tl.reshape(run, [TILE // VECTOR, VECTOR])
     return tl.max(run, axis=1) if NORM == _INF_NORM else tl.sum(run, axis=1).to(tl.float64)
@@ -101,9 +100,9 @@ def norm_kernel(
         pointer = tl.load(row).to(tl.pointer_type(dtype))
         if chunk < num_full:
             pointer = tl.multiple_of(pointer, 16) + start
-            found = _chunk_total(pointer, CHUNK, dtype, NORM, TILE, VECTOR, False)
+            found = _chunk_total(pointer, CHUNK, NORM, TILE, VECTOR, False)
         else:
-            found = _chunk_total(pointer + start, tl.load(row + 1) - start, dtype, NORM, TILE, VECTOR, True)
+            found = _chunk_total(pointer + start, tl.load(row + 1) - start, NORM, TILE, VECTOR, True)
         accumulator = _combined(accumulator, found, NORM)
     if NORM == _INF_NORM:
         partial = tl.max(accumulator, axis=0).to(tl.float32, bitcast=True).to(tl.float64)
