@@ -545,6 +545,9 @@ def test_tiles_that_a_product_cannot_take_are_refused() -> None:
     for kept in ({"low": x}, {"diagonal": x}):
         with pytest.raises(ValueError, match="gives neither rounding errors nor a diagonal"):
             mk.general_product(x, x.mT, **kept, tile=Tile(128, 128, 64, 4, 3))
+    for more in ({"c": x}, {"scale": x}, {"alpha": 2.0}):
+        with pytest.raises(ValueError, match="diagonal of a b alone goes apart"):
+            mk.general_product(x, x.mT, diagonal=x, **more)
     with pytest.raises(ValueError, match="takes one beta for all rows"):
         mk.general_product(x, x.mT, c=x, betas=x, tile=LONE_WIDE)
     with pytest.raises(ValueError, match="for sums of 576 and more, got 64"):

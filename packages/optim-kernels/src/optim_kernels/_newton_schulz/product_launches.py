@@ -217,6 +217,8 @@ def general_product(
         return out
     factors = _factors(alpha, beta, out)
     apart = diagonal is not None
+    if apart and (c is not None or scale is not None or alpha != 1.0):
+        raise ValueError("the diagonal of a b alone goes apart; leave out c, scale and alpha, or diagonal")
     key = (*map(layout_of, (a, b, c, out, low)), *map(alignment_of, (scale, *factors)), apart)
     tile, launch, counts = _general_launch(key, a.dtype, tile, a.device, exact)
     if tile.on_hopper:
