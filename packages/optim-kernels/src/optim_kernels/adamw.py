@@ -244,14 +244,11 @@ class TritonAdamW(KnowsNorm, PrivateState, TorchAdamW):
         )
         self._prepared = prepared
         # all of this may raise, so it comes before the kernels, or another group, change anything
-        with_torch: list[tuple[Any, ...]] = [
-            (group, own, [grads[index] for index in indices], [self._own_state[param] for param in own], indices)
-            for group, indices, own in prepared.with_torch
-        ]
         prepared.with_torch.refuse_unfit(grads, why_unfit_state, self._parameter_names)
-        for group, own, own_grads, own_states, _ in with_torch:
-            check_adamw_scalars(group)
-            check_step(group, own, own_grads, own_states, self._parameter_names)
+        with_torch = prepared.with_torch.steps(grads)
+        for step in with_torch:
+            check_adamw_scalars(step.group)
+            check_step(step, self._parameter_names)
         grad_scale, found_inf = self._loss_scaling()
         max_norm, norm_type = clipping_of_step(self)
         if max_norm is not None:
@@ -265,15 +262,15 @@ class TritonAdamW(KnowsNorm, PrivateState, TorchAdamW):
                 max_norm,
                 norm_type,
                 grad_scale,
-                differentiable=any(group["differentiable"] for group, *_ in with_torch),
+                differentiable=any(step.group["differentiable"] for step in with_torch),
             )
         if prepared.followed:
             self._writes.follow(prepared.followed, prepared.followed, prepared.masters)
         scaling = {"grad_scale": grad_scale, "found_inf": found_inf, "clip_factor": clip_factor}
         if prepared.kernels is not None:
             prepared.kernels.run(self.param_groups, seen, **scaling)
-        for group, own, own_grads, own_states, indices in with_torch:
-            step_with_torch(group, own, own_grads, own_states, indices, **scaling)
+        for step in with_torch:
+            step_with_torch(step, **scaling)
         if prepared.followed:
             self._writes.note_step(prepared.followed)
         kernels, is_scaled = prepared.kernels, grad_scale is not None or found_inf is not None

@@ -187,11 +187,10 @@ class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
         """Step all AdamW groups: the launch that is ready where the kernels run, the reference elsewhere."""
         if prepared.kernels is not None:
             prepared.kernels.launch()
-        for group, indices, params in prepared.with_torch:
-            states = [self._own_state[p] for p in params]
+        for group, _, params, own_grads, states in prepared.with_torch.steps(grads):
             adamw_(
                 params,
-                [grad for index in indices if (grad := grads[index]) is not None],  # which all of them are
+                own_grads,
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 steps=[state["step"] for state in states],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -26,26 +27,38 @@ class TorchPart(NamedTuple):
     params: list[Tensor]
 
 
+class TorchStep(NamedTuple):
+    """One step of a `TorchPart`, with its parameters' gradients and states."""
+
+    group: Group
+    indices: list[int]
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[State]
+
+
 class TorchParts:
     """All that plain torch updates, part by part."""
 
     def __init__(self, parts: Sequence[TorchPart], states: Mapping[Tensor, State]) -> None:
-        self._parts = parts
+        self._parts, self._states_of = parts, [[states[param] for param in part.params] for part in parts]
         self._groups = [group for group, _, params in parts for _ in params]
         self._indices = [index for part in parts for index in part.indices]
         self._params = [param for part in parts for param in part.params]
-        self._states = [states[param] for param in self._params]
+        self._states = list(chain.from_iterable(self._states_of))
         # a step reads their tensors anew, so it does not matter where they are; those of another kind it converts
         self.states = KnownStates(self._states, with_addresses=False)
         self._known_given = KnownKinds(with_shapes=True)
         # the kinds of parameters and gradients that were last found to fit each other, and the states
         self._fitting: list[Any] | None = None
 
-    def __iter__(self) -> Iterator[TorchPart]:
-        return iter(self._parts)
-
     def __len__(self) -> int:
         return len(self._parts)
+
+    def steps(self, grads: Sequence[Tensor | None]) -> list[TorchStep]:
+        """A step of each part, with those of all gradients that are its own: its parameters all have one."""
+        found = ([grad for index in part.indices if (grad := grads[index]) is not None] for part in self._parts)
+        return [TorchStep(*part, own, states) for part, own, states in zip(self._parts, found, self._states_of)]
 
     def refuse_unfit(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from optim_kernels import reference
 from optim_kernels._dtensors import local, note_shards_were_written
+from optim_kernels._optimizers.adamw_parts import TorchStep
 from optim_kernels._optimizers.adamw_state import MOMENTS
 from optim_kernels._optimizers.storage import MASTER_KEYS, master_of
 from optim_kernels._options import without_dims
@@ -18,44 +18,25 @@ from optim_utils.low_bit import LowBitTensor
 
 
 def step_with_torch(
-    group: dict[str, Any],
-    params: list[Tensor],
-    grads: list[Tensor],
-    states: list[dict[str, Any]],
-    indices: list[int],
-    *,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    clip_factor: Tensor | None,
+    step: TorchStep, *, grad_scale: Tensor | None, found_inf: Tensor | None, clip_factor: Tensor | None
 ) -> None:
-    """Update the parameters of one group; ``indices`` are their numbers among all, for random rounding."""
-    if _fits_torch(group, params, grads, states):
-        _torch_step(group, params, grads, states, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
-    else:
-        _reference_step(
-            group, params, grads, states, indices, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor
-        )
+    """Take a step by torch's code, or the reference."""
+    take = _torch_step if _fits_torch(step) else _reference_step
+    take(step, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
 
 
-def check_step(
-    group: dict[str, Any],
-    params: list[Tensor],
-    grads: list[Tensor],
-    states: list[dict[str, Any]],
-    names: Callable[[], Mapping[Tensor, str]],
-) -> None:
+def check_step(step: TorchStep, names: Callable[[], Mapping[Tensor, str]]) -> None:
     """Raise for what torch's code lacks or refuses: it would do so in the middle of a step, when others have moved."""
-    differentiable, is_foreach = group["differentiable"], group["foreach"]
-    if differentiable or any(param.is_complex() for param in params):
-        each = zip(params, grads, states)
-        wrong = next((param for param, grad, state in each if not _fits_torch(group, [param], [grad], [state])), None)
-        if wrong is not None:
-            raise RuntimeError(
-                "complex parameters and differentiable=True are left to torch's own code, which has neither stochastic "
-                "rounding, nor master weights, nor moments of another dtype than the parameter's; give "
-                f"{names()[wrong]} to a group without them"
-            )
-    if not (differentiable or is_foreach or group["capturable"]) or not _fits_torch(group, params, grads, states):
+    group, differentiable, is_foreach = step.group, step.group["differentiable"], step.group["foreach"]
+    if differentiable or any(param.is_complex() for param in step.params):
+        for index, param, grad, state in zip(step.indices, step.params, step.grads, step.states, strict=True):
+            if not _fits_torch(TorchStep(group, [index], [param], [grad], [state])):
+                raise RuntimeError(
+                    "complex parameters and differentiable=True are left to torch's own code, which has neither "
+                    "stochastic rounding, nor master weights, nor moments of another dtype than the parameter's; give "
+                    f"{names()[param]} to a group without them"
+                )
+    if not (differentiable or is_foreach or group["capturable"]) or not _fits_torch(step):
         return
     if differentiable and is_foreach:
         raise ValueError("torch's foreach functions have no derivatives: differentiable=True goes with foreach=None")
@@ -66,7 +47,7 @@ def check_step(
                 raise ValueError(
                     f"{option} as a Tensor is not supported for capturable=False and foreach=True; give foreach=None"
                 )
-    for param in params:
+    for param in step.params:
         if group["capturable"] and param.device.type == "cpu":
             raise RuntimeError(
                 f"capturable=True is for steps that a CUDA graph captures, and {names()[param]} is on the CPU; give it "
@@ -84,34 +65,28 @@ def _is_leaf_with_gradient(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.is_leaf and tensor.requires_grad
 
 
-def _fits_torch(group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> bool:
-    """Whether torch's code can work on these: gradient and moments in the parameter's dtype, and no master."""
-    return not group["stochastic_rounding"] and not any(
+def _fits_torch(step: TorchStep) -> bool:
+    """Whether torch's code can take a step: gradients and moments in the parameters' dtypes, and no masters."""
+    return not step.group["stochastic_rounding"] and not any(
         MASTER_KEYS & state.keys()
         or grad.dtype != param.dtype
         or any(
             state[key].dtype != param.dtype or isinstance(state[key], LowBitTensor) for key in MOMENTS if key in state
         )
-        for param, grad, state in zip(params, grads, states)
+        for param, grad, state in zip(step.params, step.grads, step.states)
     )
 
 
 def _torch_step(
-    group: dict[str, Any],
-    params: list[Tensor],
-    grads: list[Tensor],
-    states: list[dict[str, Any]],
-    *,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    clip_factor: Tensor | None,
+    step: TorchStep, *, grad_scale: Tensor | None, found_inf: Tensor | None, clip_factor: Tensor | None
 ) -> None:
     if found_inf is not None and bool(found_inf.item()):
         return
+    group, grads, states = step.group, step.grads, step.states
     scale = reference.gradient_scale(clip_factor, grad_scale)
     with torch.set_grad_enabled(group["differentiable"]):
         torch_adamw(
-            params,
+            step.params,
             grads if scale is None else [_scaled(grad, scale) for grad in grads],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
@@ -122,7 +97,7 @@ def _torch_step(
             differentiable=group["differentiable"],
             # None, as from a user of torch, lets torch choose between its loop and foreach
             fused=None if group["fused"] is None else False,
-            has_complex=any(param.is_complex() for param in params),
+            has_complex=any(param.is_complex() for param in step.params),
             amsgrad=group["amsgrad"],
             beta1=without_dims(group["betas"][0]),
             beta2=without_dims(group["betas"][1]),
@@ -144,20 +119,13 @@ def _scaled(grad: Tensor, scale: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _reference_step(
-    group: dict[str, Any],
-    params: list[Tensor],
-    grads: list[Tensor],
-    states: list[dict[str, Any]],
-    indices: list[int],
-    *,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    clip_factor: Tensor | None,
+    step: TorchStep, *, grad_scale: Tensor | None, found_inf: Tensor | None, clip_factor: Tensor | None
 ) -> None:
+    group, params, states = step.group, step.params, step.states
     # only the local parts of DTensors, since the update is elementwise
     reference.adamw_(
         [local(param) for param in params],
-        [local(grad) for grad in grads],
+        [local(grad) for grad in step.grads],
         [local(state["exp_avg"]) for state in states],
         [local(state["exp_avg_sq"]) for state in states],
         steps=[state["step"] for state in states],
@@ -173,6 +141,6 @@ def _reference_step(
         clip_factor=clip_factor,
         stochastic_rounding=group["stochastic_rounding"],
         seed=group["seed"],
-        indices=indices,
+        indices=step.indices,
     )
     note_shards_were_written(params)
