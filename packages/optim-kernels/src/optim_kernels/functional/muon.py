@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,51 +135,26 @@ def muon_(
     check_scalars(lr=lr, weight_decay=weight_decay, momentum=momentum, beta2=beta2)
     if plan is not None and not isinstance(plan, MuonPlan):
         raise TypeError(f"plan must be a MuonPlan or None, got {plan!r}")
-    rule = MuonRule(
-        nesterov=nesterov,
-        scale=scale,
-        row_equilibrate=row_equilibrate,
-        renormalize=renormalize,
-        cautious=cautious,
-        maximize=maximize,
-    )
+    choices: dict[str, Any] = {
+        "nesterov": nesterov,
+        "scale": scale,
+        "row_equilibrate": row_equilibrate,
+        "renormalize": renormalize,
+        "cautious": cautious,
+        "maximize": maximize,
+    }
+    rule = MuonRule(**choices)
+    shared: dict[str, Any] = {"ns": ns, "second_moments": second_moments, "views": views, "masters": masters}
+    shared |= {"indices": indices, "impl": impl}
     alone: Collection[int] = range(len(params))
     if plan is None or impl == "torch":
         plan = None
-        all_views = check_step(
-            params,
-            grads,
-            momentum_buffers,
-            ns=ns,
-            second_moments=second_moments,
-            views=views,
-            masters=masters,
-            steps=steps,
-            indices=indices,
-            impl=impl,
-        )
+        all_views = check_step(params, grads, momentum_buffers, steps=steps, **shared)
     else:
         check_lengths(len(params), "params", steps=steps)
         check_whole(steps=steps)
-        plan.prepare(
-            params,
-            grads,
-            momentum_buffers,
-            nesterov=nesterov,
-            ns=ns,
-            scale=scale,
-            second_moments=second_moments,
-            row_equilibrate=row_equilibrate,
-            renormalize=renormalize,
-            cautious=cautious,
-            maximize=maximize,
-            views=views,
-            masters=masters,
-            stochastic_rounding=stochastic_rounding,
-            seed=seed,
-            indices=indices,
-            impl=impl,
-        )
+        rounding: dict[str, Any] = {"stochastic_rounding": stochastic_rounding, "seed": seed}
+        plan.prepare(params, grads, momentum_buffers, **choices, **shared, **rounding)
         plan.check_run(steps if stochastic_rounding else None)
         all_views, alone = plan.views, plan.others
     check_normal(
