@@ -2,23 +2,15 @@
 
     X = x / N,  then ``steps`` times  X ← aX + (bA + cA²)X,  A = XXᵀ
 
-The options are documented in `_newton_schulz.config`, the computation in `_newton_schulz.iterations`; on CUDA
-`_newton_schulz.plan` runs it. One step X' = aX + SX, S = bA + cA², has the derivative, given dX',
-
-    D = dX' Xᵀ,  E = D + Dᵀ,  F = bE + c(EA + AE),  dX = a dX' + S dX' + F X
-
-and the normalisation X₀ = G/N
-
-    dG = dX₀/N − (⟨dX₀, G⟩/N²) (norm_scale G/‖G‖), without the second term where N is the constant eps
-
-The backward runs the standard iteration again, whatever the forward used, and keeps the X of each step.
+The options are documented in `_newton_schulz.config`, the computation in `_newton_schulz.iterations`, the derivative in
+`_newton_schulz.backward`; on CUDA `_newton_schulz.plan` runs it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from operator import attrgetter
 from typing import Any, Literal, overload
@@ -28,6 +20,7 @@ from torch import Tensor
 
 from optim_kernels._dtensors import is_dtensor
 from optim_kernels._impl import Impl, check_impl, use_triton, why_not_products
+from optim_kernels._newton_schulz.backward import newton_schulz_backward
 from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
 from optim_kernels._newton_schulz.config import (
     COMPUTE_DTYPES,
@@ -43,7 +36,6 @@ from optim_kernels._newton_schulz.config import (
 from optim_kernels._newton_schulz.direct_calls import NO_TANGENTS, can_compute_directly, is_transformed
 from optim_kernels._newton_schulz.iterations import TorchProducts, iterate, normalize, without_autocast
 from optim_kernels._newton_schulz.outputs import checked_out
-from optim_kernels.reference.newton_schulz import frobenius_norm
 
 __all__ = [
     "COEFFICIENTS",
@@ -352,31 +344,3 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def jvp(*_: Any) -> Any:
         raise NotImplementedError(NO_TANGENTS)
-
-
-def newton_schulz_backward(x: Tensor, grad: Tensor, config: NSConfig) -> Tensor:
-    """The gradient at ``x`` of ``⟨grad, newton_schulz(x)⟩``, in ``x.dtype``."""
-    if config.row_factors:
-        raise NotImplementedError("the row factors of coefficients='aol4' have no backward; use another set")
-    if x.shape[-2] > x.shape[-1]:
-        return newton_schulz_backward(x.mT, grad.mT, config).mT
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    start, divisor = normalize(x.to(wide), replace(config, dtype=wide))
-    steps = [start]
-    for a, b, c in config.triples[:-1]:
-        gram = steps[-1] @ steps[-1].mT
-        steps.append(a * steps[-1] + (b * gram + c * gram @ gram) @ steps[-1])
-    grad = grad.to(wide)
-    for step, (a, b, c) in zip(reversed(steps), reversed(config.triples)):
-        gram = step @ step.mT
-        d = grad @ step.mT
-        e = d + d.mT
-        f = b * e + c * (e @ gram + gram @ e)
-        grad = a * grad + (b * gram + c * gram @ gram) @ grad + f @ step
-    divisor = divisor.to(wide)
-    norm = frobenius_norm(x).to(wide)
-    along = (grad * start).sum((-2, -1), keepdim=True)  # ⟨dX₀, G⟩ / N
-    if config.eps_mode == "clamp":
-        along = torch.where(config.norm_scale * norm > config.eps, along, 0.0)
-    unit = torch.where(norm > 0, x.to(wide) / norm, 0.0)
-    return ((grad - config.norm_scale * along * unit) / divisor).to(x.dtype)

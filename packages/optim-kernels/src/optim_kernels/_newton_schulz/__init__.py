@@ -4,6 +4,7 @@ What is where:
 
     config coefficients                 what determines a run
     iterations triton_products          the iterations, over three products in plain torch; these by kernels
+    backward                            the derivative
     plan buffers                        a run on a GPU, product by product, and where X and the factors lie
     chain chain_jobs chain_list         a run in one launch; the products of a run; the order of their tiles
     int8_start                          a first step in int8
