@@ -14,12 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from optim_kernels._dtensors import gradients_of
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl
-from optim_kernels._optimizers import nanochat_checkpoints as nanochat
 from optim_kernels._optimizers.adamw_options import check_adamw_ranges, check_adamw_scalars, check_decay
 from optim_kernels._optimizers.adamw_paths import NOT_YET_THERE, why_not_kernels
 from optim_kernels._optimizers.adamw_state import MOMENTS, NEEDED, laid_out, zero_state
@@ -33,6 +31,7 @@ from optim_kernels._optimizers.muon_base import MuonOptimizer
 from optim_kernels._optimizers.muon_entries import check_state_in_capture
 from optim_kernels._optimizers.muon_explain import HEADER, explain_row, tiles_of
 from optim_kernels._optimizers.muon_options import check_muon_group
+from optim_kernels._optimizers.nanochat_checkpoints import stack_state, unstack_state
 from optim_kernels._optimizers.private_state import KnowsNorm, of_its_own
 from optim_kernels._optimizers.stepping import begin_step, hooked_step
 from optim_kernels._optimizers.storage import check_dtype, drop_other_masters
@@ -266,11 +265,11 @@ class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
         """State per parameter, or as nanochat stacks it on a Muon group's first parameter."""
         if layout not in ("separate", "nanochat"):
             raise ValueError(f"layout must be 'separate' or 'nanochat', got {layout!r}")
-        return self._state_dict(_stacked) if layout == "nanochat" else self._state_dict()
+        return self._state_dict(stack_state) if layout == "nanochat" else self._state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, or nanochat's."""
-        with self.register_load_state_dict_pre_hook(_unstacked):
+        with self.register_load_state_dict_pre_hook(unstack_state):
             super().load_state_dict(state_dict)
 
     @of_its_own
@@ -297,14 +296,6 @@ class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
         is_clipping = any(group["max_norm"] is not None for group in self.param_groups)
         count = sum(plan.launches for plan in self.plans()) + of_adamw + is_clipping * self._norms.num_launches
         return [launches_line(count)] if count else []
-
-
-def _stacked(_: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
-    return nanochat.stack_state(content)
-
-
-def _unstacked(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
-    return nanochat.unstack_state(content, optimizer.param_groups)
 
 
 def _why_unfit(p: Tensor, grad: Tensor, _: dict[str, Any], state: dict[str, Any]) -> str | None:

@@ -9,14 +9,15 @@ stochastic rounding, which nanochat does not have, are stacked in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 
-def stack_state(state_dict: dict[str, Any]) -> dict[str, Any]:
+def stack_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A ``state_dict`` of ours in nanochat's form; groups whose parameters differ in shape are an error."""
     # looking up a state that is missing leaves an empty one
     state = {i: each for i, each in state_dict["state"].items() if each}
@@ -48,13 +49,13 @@ def _stack_group(state: dict[Any, Any], ids: list[Any], index: int) -> None:
     state[ids[0]] = {key: torch.stack([entry[key] for entry in entries]) for key in entries[0]}
 
 
-def unstack_state(state_dict: dict[str, Any], groups: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def unstack_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A ``state_dict`` of nanochat's in our form; one that is ours already comes back unchanged.
 
     Raises ``ValueError`` for an entry that is no stack beside a momentum that is one.
     """
     state = dict(state_dict["state"])
-    for index, (saved, group) in enumerate(zip(state_dict["param_groups"], groups)):
+    for index, (saved, group) in enumerate(zip(state_dict["param_groups"], optimizer.param_groups)):
         ids, params = saved["params"], group["params"]
         if group["kind"] == "muon":
             first = state.get(ids[0]) if ids else None
