@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import AdamW as TorchAdamW
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from optim_kernels._dtensors import gradients_of
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl
+from optim_kernels._optimizers.adamw_checkpoints import as_saved, as_torchs
 from optim_kernels._optimizers.adamw_options import (
     StateDtype,
     check_adamw_ranges,
@@ -28,14 +28,7 @@ from optim_kernels._optimizers.adamw_options import (
     check_update,
 )
 from optim_kernels._optimizers.adamw_paths import EXPLAIN_HEADER, explain_row, step_device, why_not_kernels
-from optim_kernels._optimizers.adamw_state import (
-    converted_state,
-    laid_out,
-    plain_state,
-    torch_state,
-    why_unfit_state,
-    zero_state,
-)
+from optim_kernels._optimizers.adamw_state import converted_state, laid_out, why_unfit_state, zero_state
 from optim_kernels._optimizers.adamw_steady import SteadyStep
 from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
 from optim_kernels._optimizers.adamw_torch import check_step, step_with_torch
@@ -49,7 +42,6 @@ from optim_kernels._optimizers.group_clipping import (
     norm_and_factor,
 )
 from optim_kernels._optimizers.inference import out_of_inference_mode
-from optim_kernels._optimizers.plain_options import with_dtype_names
 from optim_kernels._optimizers.private_state import KnowsNorm, PrivateState, of_its_own
 from optim_kernels._optimizers.stepping import begin_step, hooked_step, is_capturing_here
 from optim_kernels._optimizers.storage import MasterWeights, check_dtype, drop_other_masters, missing_master
@@ -73,8 +65,6 @@ _planned_options = itemgetter(
     "seed",
     "stochastic_rounding",
 )
-# The options that torch's class lacks.
-_OURS = frozenset({"state_dtype", "master_weights", "stochastic_rounding", "seed", "max_norm", "norm_type", "impl"})
 
 
 class TritonAdamW(KnowsNorm, PrivateState, TorchAdamW):
@@ -355,12 +345,12 @@ class TritonAdamW(KnowsNorm, PrivateState, TorchAdamW):
 
     def state_dict(self) -> dict[str, Any]:
         """A state dict as torch's: step counts are on the CPU, unless the group is ``capturable`` or ``fused``."""
-        return self._state_dict(_as_saved)
+        return self._state_dict(as_saved)
 
     @of_its_own
     def to_torch_state_dict(self) -> dict[str, Any]:
         """A state dict that ``torch.optim.AdamW`` loads, whatever the formats here: floats, and torch's keys."""
-        return self._state_dict(_as_torchs)
+        return self._state_dict(as_torchs)
 
     @of_its_own
     def explain(self) -> str:
@@ -381,30 +371,3 @@ class TritonAdamW(KnowsNorm, PrivateState, TorchAdamW):
         return footer + (
             [f"{plan.num_copied} gradients are copied to their parameter's layout"] * bool(plan.num_copied)
         )
-
-
-def _as_saved(_: Optimizer, content: dict[str, Any]) -> None:
-    """Put codes and dtypes into plain form, and step counts where torch's state dict has them."""
-    content["param_groups"] = [with_dtype_names(group) for group in content["param_groups"]]
-    # the user may keep other entries beside the parameters'
-    content["state"] = dict(content["state"])
-    for group in content["param_groups"]:
-        on_device = group["capturable"] or group["fused"]
-        for key in group["params"]:
-            if key in content["state"]:
-                state = content["state"][key] = plain_state(content["state"][key])
-                if "step" in state and not on_device:
-                    state["step"] = state["step"].cpu()
-
-
-def _as_torchs(optimizer: Optimizer, content: dict[str, Any]) -> None:
-    """Reduce to floats of the parameters' dtypes, and to torch's options."""
-    params = dict(enumerate(param for group in optimizer.param_groups for param in group["params"]))
-    content["state"] = {
-        key: torch_state(params[key], value) if key in params else value
-        for key, value in content["state"].items()
-        if value or key not in params
-    }
-    content["param_groups"] = [
-        {name: value for name, value in group.items() if name not in _OURS} for group in content["param_groups"]
-    ]

@@ -15,5 +15,5 @@ What is where:
     muon_base muon_options muon_entries       what Muon's classes share, their options, and matrices
     muon_batches muon_planner muon_steady     what is stepped together, its step, recognising one like the one before
     muon_explain                              what is said of it
-    nanochat_checkpoints                      files of another optimizer
+    adamw_checkpoints nanochat_checkpoints    what AdamW's state dicts hold, and those of another optimizer
 """

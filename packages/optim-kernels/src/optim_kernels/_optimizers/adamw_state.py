@@ -31,7 +31,7 @@ from optim_kernels._optimizers.storage import (
 )
 from optim_kernels.functional._adamw_tensor import stored_dtype
 from optim_kernels.functional._lists import Layout
-from optim_utils.low_bit import LowBitTensor, from_plain, quantize, to_plain
+from optim_utils.low_bit import LowBitTensor, from_plain, quantize
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 NEEDED = ("step", "exp_avg", "exp_avg_sq")
@@ -127,18 +127,6 @@ def init_state(param: Tensor, group: dict[str, Any], state: dict[str, Any], *, w
     state.clear()
     state.update(converted | missing_master(param, group, converted))
     drop_other_masters(group, state)
-
-
-def torch_state(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """The state as ``torch.optim.AdamW`` keeps it for this parameter: floats of the parameter's dtype."""
-    return {"step": state["step"].to("cpu", copy=True)} | {
-        key: as_float(state[key]).to(param.dtype) for key in MOMENTS if key in state
-    }
-
-
-def plain_state(state: dict[str, Any]) -> dict[str, Any]:
-    """The state as a checkpoint keeps it: codes and scales as tensors of their own."""
-    return {key: to_plain(value) if isinstance(value, LowBitTensor) else value for key, value in state.items()}
 
 
 def as_float(moment: Tensor) -> Tensor:
