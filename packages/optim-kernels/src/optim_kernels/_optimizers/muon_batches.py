@@ -127,7 +127,7 @@ def _tensors_or_reason(entry: MuonEntry, group: Mapping[str, Any], ns: NSConfig)
 
 def shared_options(group: Mapping[str, Any]) -> Options:
     """What all groups of a plan have in common."""
-    return rule_of(group), ns_config_of(group), group["beta2"] is None, group["stochastic_rounding"]
+    return tuple(step_options_of(group).values())
 
 
 def step_options_of(group: Mapping[str, Any]) -> dict[str, Any]:
