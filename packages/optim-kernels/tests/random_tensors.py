@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# of numbers that are not finite, in Triton's interpreter
+NUMPY_MAY_WARN = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 
 def random(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

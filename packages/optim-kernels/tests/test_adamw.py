@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_tensors import DEVICE, assert_same_bits, random_parameters
+from random_tensors import DEVICE, NUMPY_MAY_WARN, assert_same_bits, random_parameters
 from torch import Tensor
 from torch.optim import adam
 
@@ -377,7 +377,7 @@ def test_wrong_inputs_are_refused_by_name() -> None:
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
+@NUMPY_MAY_WARN
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_extreme_gradients_end_as_in_torch(impl: Any) -> None:
     values = torch.tensor([0.0, 1e-30, 1e-20, 1e10, 1e20, 1e25, float("inf"), float("nan"), -1e20])

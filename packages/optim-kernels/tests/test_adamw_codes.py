@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_tensors import DEVICE
+from random_tensors import DEVICE, NUMPY_MAY_WARN
 from torch import Tensor
 
 from optim_kernels import TritonAdamW
@@ -106,7 +106,7 @@ def test_the_bytes_at_the_edges_of_the_codes() -> None:
     same_bytes(moments[1][0], quantize(grad * grad, QUINTIC8_UNSIGNED))
 
 
-@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
+@NUMPY_MAY_WARN
 def test_the_bytes_of_blocks_of_any_magnitude() -> None:
     """From subnormal ones to the largest, with zeros among them and blocks of zeros; with betas of 0 moments are g."""
     generator = torch.Generator().manual_seed(2)
@@ -191,7 +191,7 @@ def test_programs_without_codes_have_chunks_of_one_size() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
+@NUMPY_MAY_WARN
 @pytest.mark.parametrize("programs", [1, 3, 28, 48])
 @pytest.mark.parametrize("numel", [4096, 4097, 5000, 7168, 8191, 12000])  # the last in more programs than groups
 def test_alone_in_equal_parts_or_as_a_list(numel: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_gradients_that_lose_their_alignment_and_find_it(monkeypatch: pytest.Mon
     same_states(alone, listed)
 
 
-@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
+@NUMPY_MAY_WARN
 def test_a_gradient_that_is_not_finite_spoils_its_block_alone() -> None:
     p = torch.nn.Parameter(torch.ones(4096, device=DEVICE))
     optimizer = TritonAdamW([p], state_dtype="int8", impl="triton")
@@ -272,7 +272,7 @@ def test_a_step_that_is_skipped_leaves_codes_and_scales(numels: list[int]) -> No
         same_bytes(found, expected)
 
 
-@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
+@NUMPY_MAY_WARN
 def test_a_code_that_is_not_zero_stands_for_no_zero() -> None:
     """Although the product of its fraction and such a scale is below half of the least number."""
     second = torch.full((256,), 2.0**-149, device=DEVICE)
@@ -440,7 +440,7 @@ def test_parts_of_a_parameter_have_parts_of_its_codes() -> None:
         assert transposed["exp_avg"].dtype == torch.float32
 
 
-@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
+@NUMPY_MAY_WARN
 def test_a_step_on_parts_is_that_on_the_whole() -> None:
     generator = torch.Generator().manual_seed(6)
     start, grad = (torch.randn(7000, generator=generator).to(DEVICE) for _ in range(2))

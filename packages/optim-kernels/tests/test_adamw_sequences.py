@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from random_tensors import laid_out, random
+from state_machines import try_sequences
 from torch import nn
 
 from optim_kernels import TritonAdamW
@@ -176,15 +176,11 @@ class Sequences(RuleBasedStateMachine):
                     torch.testing.assert_close(ours[key].cpu(), value.cpu(), rtol=5e-5, atol=1e-6)
 
 
-QUICK = settings(max_examples=20, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck))
-MANY = settings(QUICK, max_examples=200, stateful_step_count=30)
-
-
 @pytest.mark.slow
 def test_sequences() -> None:
-    run_state_machine_as_test(Sequences, settings=QUICK)  # type: ignore[no-untyped-call]
+    try_sequences(Sequences, examples=20, steps=12)
 
 
 @pytest.mark.nightly
 def test_many_sequences() -> None:
-    run_state_machine_as_test(Sequences, settings=MANY)  # type: ignore[no-untyped-call]
+    try_sequences(Sequences, examples=200, steps=30)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_tensors import DEVICE
+from random_tensors import DEVICE, NUMPY_MAY_WARN
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
@@ -94,7 +94,7 @@ def test_kernel_norm_neither_overflows_nor_vanishes(scale: float) -> None:
     torch.testing.assert_close(norm.double(), tensor.double().norm(), rtol=1e-6, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
+@NUMPY_MAY_WARN
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_non_finite_gradients_end_as_in_torch(value: float, norm_type: float) -> None:
@@ -255,7 +255,7 @@ def test_lists_that_come_again_are_only_looked_at(any_stream: bool, monkeypatch:
         assert len(splits) == (2 if any_stream else 2 * turn + 2)
 
 
-@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
+@NUMPY_MAY_WARN
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_each_call_clips_to_its_own_limit(norm_type: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optim_kernels.clip._NORMS", GradientNorms("triton", any_stream=True))

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from random_tensors import DEVICE, laid_out, random
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from random_tensors import DEVICE, NUMPY_MAY_WARN, laid_out, random
+from state_machines import try_sequences
 from torch import Tensor, nn
 
 from optim_kernels import (
@@ -282,19 +282,14 @@ def grads_of(before: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
     return [old.to(grad.dtype) for old, grad in zip(before, grads, strict=True)]
 
 
-QUICK = settings(
-    max_examples=25, stateful_step_count=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
-MANY = settings(QUICK, max_examples=300, stateful_step_count=30)
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
+pytestmark = NUMPY_MAY_WARN
 
 
 @pytest.mark.slow
 def test_sequences() -> None:
-    run_state_machine_as_test(Sequences, settings=QUICK)  # type: ignore[no-untyped-call]
+    try_sequences(Sequences, examples=25, steps=12)
 
 
 @pytest.mark.nightly
 def test_many_sequences() -> None:
-    run_state_machine_as_test(Sequences, settings=MANY)  # type: ignore[no-untyped-call]
+    try_sequences(Sequences, examples=300, steps=30)

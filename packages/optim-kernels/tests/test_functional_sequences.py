@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from random_tensors import DEVICE, laid_out, random
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from random_tensors import DEVICE, NUMPY_MAY_WARN, laid_out, random
+from state_machines import try_sequences
 from torch import Tensor
 
 from optim_kernels import NSConfig, reference
@@ -225,21 +225,16 @@ class Muon(RuleBasedStateMachine):
             assert close.all()
 
 
-QUICK = settings(
-    max_examples=20, stateful_step_count=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
-MANY = settings(QUICK, max_examples=300, stateful_step_count=30)
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
+pytestmark = NUMPY_MAY_WARN
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [Adam, Muon])
 def test_sequences(machine: type[RuleBasedStateMachine]) -> None:
-    run_state_machine_as_test(machine, settings=QUICK)  # type: ignore[no-untyped-call]
+    try_sequences(machine, examples=20, steps=10)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("machine", [Adam, Muon])
 def test_many_sequences(machine: type[RuleBasedStateMachine]) -> None:
-    run_state_machine_as_test(machine, settings=MANY)  # type: ignore[no-untyped-call]
+    try_sequences(machine, examples=300, steps=30)

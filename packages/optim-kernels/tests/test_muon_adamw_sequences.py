@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, invariant, precondition, rule
 from muon_machine import BesideAnOptimizer, same
 from muon_model import Known, value_of
 from promises import ADAMW, ROUTED, SCHEDULES, VARIANTS, Block
-from random_tensors import DEVICE, random
+from random_tensors import DEVICE, NUMPY_MAY_WARN, random
+from state_machines import try_sequences
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 
@@ -507,19 +507,14 @@ class Training(BesideAnOptimizer):
             self.agree()
 
 
-QUICK = settings(
-    max_examples=6, stateful_step_count=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
-MANY = settings(QUICK, max_examples=200, stateful_step_count=20)
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
+pytestmark = NUMPY_MAY_WARN
 
 
 @pytest.mark.slow
 def test_sequences() -> None:
-    run_state_machine_as_test(Training, settings=QUICK)  # type: ignore[no-untyped-call]
+    try_sequences(Training, examples=6, steps=6)
 
 
 @pytest.mark.nightly
 def test_many_sequences() -> None:
-    run_state_machine_as_test(Training, settings=MANY)  # type: ignore[no-untyped-call]
+    try_sequences(Training, examples=200, steps=20)

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, invariant, precondition, rule
 from muon_machine import BesideAnOptimizer
 from muon_model import MASTERS, Group, Known, is_flattened, value_of
-from random_tensors import laid_out, random
+from random_tensors import NUMPY_MAY_WARN, laid_out, random
+from state_machines import try_sequences
 from torch import Tensor, nn
 
 from optim_kernels import TritonMuon, TritonMuonAdamW
@@ -437,19 +437,14 @@ class Sequences(BesideAnOptimizer):
                 self.train(self.num_rules, 1)
 
 
-QUICK = settings(
-    max_examples=5, stateful_step_count=5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
-MANY = settings(QUICK, max_examples=200, stateful_step_count=20)
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
+pytestmark = NUMPY_MAY_WARN
 
 
 @pytest.mark.slow
 def test_sequences() -> None:
-    run_state_machine_as_test(Sequences, settings=QUICK)  # type: ignore[no-untyped-call]
+    try_sequences(Sequences, examples=5, steps=5)
 
 
 @pytest.mark.nightly
 def test_many_sequences() -> None:
-    run_state_machine_as_test(Sequences, settings=MANY)  # type: ignore[no-untyped-call]
+    try_sequences(Sequences, examples=200, steps=20)

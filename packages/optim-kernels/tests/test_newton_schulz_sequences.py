@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from random_tensors import DEVICE, laid_out, random
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from random_tensors import DEVICE, NUMPY_MAY_WARN, laid_out, random
+from state_machines import try_sequences
 from torch import Tensor, nn
 
 from optim_kernels import COEFFICIENTS, NSConfig, newton_schulz, orthogonalization, reference
@@ -241,22 +241,17 @@ class Sequences(RuleBasedStateMachine):
                 self.check(result, x, options)
 
 
-QUICK = settings(
-    max_examples=10, stateful_step_count=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
-MANY = settings(QUICK, max_examples=300, stateful_step_count=30)
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
+pytestmark = NUMPY_MAY_WARN
 
 
 @pytest.mark.slow
 def test_sequences() -> None:
-    run_state_machine_as_test(Sequences, settings=QUICK)  # type: ignore[no-untyped-call]
+    try_sequences(Sequences, examples=10, steps=8)
 
 
 @pytest.mark.nightly
 def test_many_sequences() -> None:
-    run_state_machine_as_test(Sequences, settings=MANY)  # type: ignore[no-untyped-call]
+    try_sequences(Sequences, examples=300, steps=30)
 
 
 @pytest.mark.slow

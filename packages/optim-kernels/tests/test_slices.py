@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_tensors import DEVICE
+from random_tensors import DEVICE, NUMPY_MAY_WARN
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from optim_kernels.functional import sum_slices
@@ -81,7 +81,7 @@ def test_the_kernel_is_not_for_what_memory_does_not_hold() -> None:
             sum_slices(slices, into, impl="triton")
 
 
-@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in Triton's interpreter
+@NUMPY_MAY_WARN
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_infinities_and_nan_stay_in_their_places(impl: Any) -> None:
     slices = torch.ones(3, 8, dtype=torch.float16, device=DEVICE)
