@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import wraps
 from typing import Any
 
 import pytest
@@ -15,10 +13,8 @@ from fresh_params import make_params, renew_gradients
 from interrupts import assert_taken_or_not
 from random_tensors import DEVICE
 from torch import Tensor
-from torch._dynamo.testing import CompileCounter
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from optim_kernels import TritonAdamW, TritonMuon, TritonMuonAdamW, adamw, multi_tensor, reference
+from optim_kernels import TritonAdamW, adamw, multi_tensor, reference
 from optim_utils.testing import run_ranks
 
 
@@ -345,29 +341,6 @@ def test_steps_after_one_of_another_kind_repeat_nothing_else(event: Any) -> None
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-def test_a_limit_that_becomes_negative_in_place_is_refused() -> None:
-    limit = torch.tensor(1.0)
-    optimizer = TritonAdamW(make_params(), impl="triton", max_norm=limit)
-    optimizer.step()
-    optimizer.step()
-    limit.neg_()
-    with pytest.raises(ValueError, match="max_norm must be positive"):
-        optimizer.step()
-
-
-def test_a_number_beyond_fp64_is_refused_each_time() -> None:
-    """Not only at first, with the numbers before taken in its place from then on."""
-    (p,) = make_params([(5,)])
-    optimizer = TritonAdamW([p], impl="triton")
-    optimizer.step()
-    before = p.detach().clone()
-    optimizer.param_groups[0]["lr"] = 10**400
-    for _ in range(2):
-        with pytest.raises(OverflowError, match="too large"):
-            optimizer.step()
-    assert torch.equal(p, before)
-
-
 def test_the_norm_is_known_of_a_step_that_its_learning_rate_ends() -> None:
     params = make_params()
     optimizer = TritonAdamW(params, impl="triton", max_norm=1.0)
@@ -448,166 +421,6 @@ def test_numbers_that_change_are_what_the_launch_reads(event: str, monkeypatch: 
         ours.step()
         expected.step()
         assert all(map(torch.equal, params, others)), turn
-
-
-def test_a_gradient_that_was_resized_is_refused() -> None:
-    params = make_params()
-    optimizer = TritonAdamW(params, impl="triton")
-    optimizer.step()
-    assert params[2].grad is not None
-    params[2].grad.resize_(32)
-    before = params[2].detach().clone()
-    with pytest.raises(ValueError, match=r"grad of .*'params'\]\[2\] must be like"):
-        optimizer.step()
-    assert torch.equal(params[2], before)
-
-
-@pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_a_gradient_without_memory_is_refused(max_norm: float | None) -> None:
-    """As where a framework frees storages and keeps the tensors."""
-    params = make_params()
-    optimizer = TritonAdamW(params, impl="triton", max_norm=max_norm)
-    optimizer.step()
-    assert params[1].grad is not None
-    params[1].grad.untyped_storage().resize_(0)
-    before = [p.detach().clone() for p in params]
-    wanted = r"grad of .*\[1\]" if max_norm is None else "gradient 1 "
-    with pytest.raises(ValueError, match=f"{wanted}.*its storage was freed"):
-        optimizer.step()
-    assert all(map(torch.equal, params, before))
-    params[1].grad = torch.randn_like(params[1])
-    optimizer.step()
-    assert not torch.equal(params[1], before[1])
-    assert [int(optimizer.state[p]["step"]) for p in params] == [2] * 3
-
-
-def test_a_parameter_without_memory_is_refused() -> None:
-    params = make_params()
-    optimizer = TritonAdamW(params, impl="triton")
-    optimizer.step()
-    params[2].untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match=r"'params'\]\[2\].*its storage was freed"):
-        optimizer.step()
-    assert [int(optimizer.state[p]["step"]) for p in params] == [1] * 3
-
-
-def test_a_state_is_not_made_while_a_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every replay would make it anew."""
-    params = make_params()
-    optimizer = TritonAdamW([("first", params[0]), ("second", params[1])], impl="triton", capturable=True)
-    params[1].grad = None
-    optimizer.step()
-    params[1].grad = torch.ones_like(params[1])
-    monkeypatch.setattr("optim_kernels.adamw.is_capturing", lambda device: True)
-    before = params[0].detach().clone()
-    with pytest.raises(RuntimeError, match=r"second has no state yet.*run a step before"):
-        optimizer.step()
-    assert torch.equal(params[0], before)
-    assert not optimizer.state.get(params[1])
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are:UserWarning")
-def test_a_gradient_that_became_sparse_is_named() -> None:
-    table = torch.nn.Parameter(torch.zeros(3, 2, device=DEVICE))
-    optimizer = TritonAdamW([("table", table)], impl="triton")
-    table.grad = torch.ones_like(table)
-    optimizer.step()
-    indices = torch.tensor([[1]], device=DEVICE)
-    table.grad = torch.sparse_coo_tensor(indices, torch.ones(1, 2, device=DEVICE), (3, 2), check_invariants=True)
-    with pytest.raises(RuntimeError, match=r"table.*sparse"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_without_groups_nothing_happens_until_there_are_some(max_norm: float | None) -> None:
-    params = make_params()
-    optimizer = TritonAdamW(params, max_norm=max_norm, impl="triton")
-    optimizer.step()
-    before = [param.detach().clone() for param in params]
-    groups, optimizer.param_groups = optimizer.param_groups, []
-    optimizer.step()
-    assert "0 launches" in optimizer.explain()
-    assert all(map(torch.equal, params, before))
-    optimizer.param_groups = groups
-    optimizer.step()
-    assert not any(map(torch.equal, params, before))
-
-
-@pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_without_gradients_nothing_happens(impl: Any) -> None:
-    params = make_params()
-    optimizer = TritonAdamW(params, max_norm=1.0, impl=impl)
-    optimizer.zero_grad()
-    optimizer.step()
-    assert not optimizer.state
-    assert optimizer.grad_norm is not None
-    assert float(optimizer.grad_norm) == 0
-
-
-def test_hooks_run_around_the_step() -> None:
-    params = make_params()
-    optimizer = TritonAdamW(params, impl="triton")
-    calls: list[str] = []
-    handles = [
-        optimizer.register_step_pre_hook(lambda *_: calls.append("pre")),
-        optimizer.register_step_post_hook(lambda *_: calls.append("post")),
-        register_optimizer_step_pre_hook(lambda *_: calls.append("global pre")),
-        register_optimizer_step_post_hook(lambda *_: calls.append("global post")),
-    ]
-    optimizer.step()
-    for handle in handles:
-        handle.remove()
-    assert calls == ["global pre", "pre", "post", "global post"]
-    optimizer.step()
-    assert len(calls) == 4
-
-
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, TritonAdamW])
-def test_a_hook_may_turn_gradients_off_for_what_follows(optimizer_class: Any) -> None:
-    optimizer = optimizer_class(make_params())
-    optimizer.register_step_post_hook(lambda *_: torch.set_grad_enabled(False))
-    with torch.enable_grad():
-        optimizer.step()
-        assert not torch.is_grad_enabled()
-
-
-@pytest.mark.parametrize("base", [TritonAdamW, TritonMuon])
-def test_hooks_run_once_around_a_step_that_calls_another(base: Any) -> None:
-    class Own(base):  # type: ignore[misc]
-        def step(self, closure: Any = None) -> Any:
-            return super().step(closure)
-
-    params = make_params([(4, 5)])
-    optimizer = Own(params, impl="triton")
-    calls: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-    optimizer.step()
-    assert calls == ["pre", "post"]
-
-
-def test_hooks_run_within_a_step_that_was_put_around_the_classs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a tool that measures steps, say; torch takes it for a step with hooks of its own."""
-    original, timed = TritonAdamW.step, []
-
-    @wraps(original)
-    def step(self: Any, *args: Any) -> Any:
-        timed.append(1)
-        return original(self, *args)
-
-    monkeypatch.setattr(TritonAdamW, "step", step)
-    optimizer = TritonAdamW(make_params(), impl="triton")
-    optimizer.register_step_pre_hook(lambda *_: timed.append(2))
-    optimizer.step()
-    assert timed == [1, 2]
-
-
-def test_profiles_name_the_step() -> None:
-    params = make_params()
-    optimizer = TritonAdamW(params, impl="triton")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        optimizer.step()
-    assert "Optimizer.step#TritonAdamW.step" in {event.name for event in profile.events()}
 
 
 @pytest.mark.parametrize("hooks", [0, 1])
@@ -727,52 +540,6 @@ def _host_seconds(optimizer: torch.optim.Optimizer) -> float:
     return (time.perf_counter() - start) / 20
 
 
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters:UserWarning")
-def test_a_parameter_that_is_there_twice_is_refused_by_the_kernels() -> None:
-    (p,) = make_params(((6, 5),))
-    with pytest.raises(ValueError, match=r"\['params'\]\[1\] is there twice, .* update twice at once"):
-        TritonAdamW([p, p], impl="triton").step()
-
-
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters:UserWarning")
-@pytest.mark.parametrize("kind", ["torch's code", "formats", "with muon"])
-def test_a_parameter_that_is_there_twice_is_updated_twice_in_plain_torch(kind: str) -> None:
-    p, other = make_params(((6, 5), (3,)))
-    expected = torch.nn.Parameter(p.detach().clone())
-    options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    optimizer: torch.optim.Optimizer
-    if kind == "with muon":
-        group = {"kind": "adamw", "params": [p, other, p], **options}
-        optimizer = TritonMuonAdamW([group], impl="torch")
-    else:
-        formats: dict[str, Any] = {"state_dtype": (torch.float64, None)} if kind == "formats" else {}
-        optimizer = TritonAdamW([p, other, p], impl="torch", **options, **formats)
-    # one parameter after the other, which torch's foreach code, its choice on a GPU, does not do
-    by_torch = torch.optim.AdamW([expected, expected], foreach=False, **options)
-    for _ in range(3):
-        renew_gradients([p])
-        assert p.grad is not None
-        expected.grad = p.grad.clone()
-        optimizer.step()
-        by_torch.step()
-    torch.testing.assert_close(p, expected, atol=1e-6, rtol=0)
-    assert [optimizer.state[param]["step"].item() for param in (p, other)] == [6, 3]
-
-
-@pytest.mark.parametrize("rows", [slice(0, 6), slice(5, 8)], ids=["tied", "overlapping"])
-def test_parameters_that_share_memory_are_refused_by_the_kernels(rows: slice) -> None:
-    memory = torch.ones(8, 5, device=DEVICE)
-    p, q = torch.nn.Parameter(memory[:6]), torch.nn.Parameter(memory[rows])
-    for each in (p, q):
-        each.grad = torch.ones_like(each)
-    how = "are one tensor" if rows.start == 0 else "share memory"
-    without_gradient = torch.nn.Parameter(torch.ones(3, device=DEVICE))
-    named = [("first", without_gradient), ("one", p), ("other", q)]
-    with pytest.raises(ValueError, match=rf"one and other {how}, .* update twice at once"):
-        TritonAdamW(named, impl="triton").step()
-    assert torch.equal(memory, torch.ones_like(memory))
-
-
 def test_the_norm_of_groups_with_and_without_kernels() -> None:
     params = make_params(((6, 5),))
     double = torch.nn.Parameter(torch.ones(3, device=DEVICE, dtype=torch.float64))
@@ -802,112 +569,3 @@ def test_a_default_device_is_not_where_tables_are_made(impl: Any) -> None:
         ours.load_state_dict(ours.state_dict())
         ours.step()
     assert all(map(torch.equal, params, others))
-
-
-@pytest.mark.parametrize("optimizer_class", [TritonAdamW, TritonMuon])
-def test_a_compiled_training_step_leaves_the_optimizer_out(optimizer_class: Any) -> None:
-    found = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        torch._dynamo.reset()
-        model = torch.nn.Sequential(*[torch.nn.Linear(8, 8, bias=False) for _ in range(3)]).to(DEVICE)
-        optimizer = optimizer_class(model.parameters(), lr=0.1)
-        counter, hooks = CompileCounter(), [0]
-
-        def count(*_: object, hooks: list[int] = hooks) -> None:
-            hooks[0] += 1
-
-        def train(x: Tensor, model: Any = model, optimizer: Any = optimizer) -> None:
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        optimizer.register_step_post_hook(count)
-        step = torch.compile(train, backend=counter) if compiled else train
-        for scale in range(1, 4):
-            step(torch.full((4, 8), float(scale), device=DEVICE))
-        assert hooks == [3]
-        assert counter.frame_count == compiled
-        found.append([p.detach().clone() for p in model.parameters()])
-    for eager, other in zip(*found, strict=True):
-        torch.testing.assert_close(other, eager)
-
-
-@pytest.mark.parametrize(("make", "kind"), [(TritonAdamW, {}), (TritonMuon, {}), (TritonMuonAdamW, {"kind": "muon"})])
-def test_a_compiled_function_may_make_an_optimizer(make: Any, kind: dict[str, str]) -> None:
-    """Its constructor and groups that are added are not traced; tracing lost attributes that the former sets."""
-    found = []
-    for compiled in (False, True):
-        torch._dynamo.reset()
-        params = [torch.nn.Parameter(torch.ones(4, 3, device=DEVICE)) for _ in range(2)]
-
-        def train(params: Any = params) -> None:
-            optimizer = make([{**kind, "params": params[:1], "lr": 0.1}])
-            optimizer.add_param_group({**kind, "params": params[1:], "lr": 0.2})
-            (params[0] * params[1]).sum().backward()
-            optimizer.step()
-
-        (torch.compile(train, backend="eager") if compiled else train)()
-        found.append(params)
-    for eager, other in zip(*found, strict=True):
-        assert (eager != 1).all()
-        torch.testing.assert_close(other, eager)
-
-
-def test_the_compilers_capturable_is_refused_in_words_that_say_whose_it_is() -> None:
-    """Where compiled code has written to a group, the compiler gives all groups ``capturable=True``."""
-    torch._dynamo.reset()
-    p = torch.nn.Parameter(torch.ones(4))
-    optimizer = TritonAdamW([p])
-
-    def train() -> None:
-        p.square().sum().backward()
-        optimizer.param_groups[0]["lr"] = 0.5
-        optimizer.step()
-
-    with pytest.raises(RuntimeError, match=r"torch\.compile sets it where a compiled function writes"):
-        torch.compile(train, backend="eager")()
-
-
-@pytest.mark.parametrize("optimizer_class", [TritonAdamW, TritonMuon])
-def test_steps_while_another_thread_compiles_are_steps(optimizer_class: Any) -> None:
-    torch._dynamo.reset()
-    p = torch.nn.Parameter(torch.ones(4, 4, device=DEVICE))
-    p.grad = torch.ones_like(p)
-    optimizer, hooks = optimizer_class([p]), []
-    optimizer.register_step_post_hook(lambda *_: hooks.append(1))
-
-    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
-        with ThreadPoolExecutor(1) as training:
-            training.submit(optimizer.step).result()
-        return graph.forward
-
-    torch.compile(torch.sin, backend=backend)(torch.ones(3))
-    assert hooks == [1]
-    assert (p != 1).all()
-
-
-def test_a_step_in_a_module_that_is_exported_runs_once() -> None:
-    p = torch.nn.Parameter(torch.ones(4, device=DEVICE))
-    p.grad = torch.ones_like(p)
-    # torch's foreach operations cannot be exported on CUDA
-    optimizer = TritonAdamW([p], impl="torch", foreach=False)
-
-    class Model(torch.nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            optimizer.step()
-            return x.sin()
-
-    exported = torch.export.export(Model(), (torch.ones(3),), strict=False)
-    assert torch.equal(exported.module()(torch.ones(3)), torch.ones(3).sin())
-
-
-def test_gradients_are_enabled_again_after_a_step_that_failed() -> None:
-    p = torch.nn.Parameter(torch.ones(4, device=DEVICE))
-    optimizer = TritonAdamW([p])
-    p.grad = torch.ones_like(p).to_sparse()
-    for enabled in (True, False):
-        with torch.set_grad_enabled(enabled):
-            with pytest.raises(RuntimeError, match="sparse"):
-                optimizer.step()
-            assert torch.is_grad_enabled() is enabled
