@@ -18,12 +18,14 @@ from redist_memory import Live, NoWire
 from optim_redist import (
     CommModel,
     Cyclic,
+    Intervals,
     Layout,
     LayoutError,
     Mesh,
     Plan,
     PlanInfeasibleError,
     Ragged,
+    Strided,
     Topology,
     UnsupportedError,
     bounds,
@@ -41,6 +43,7 @@ from optim_redist._running.given import resolved
 from optim_redist._running.one_call import has_room_for_copies
 from optim_redist.boxes import Box, DisjointBoxes, cut, intersect_boxes, volume
 from optim_redist.execute import program_for
+from optim_redist.layout import Kind
 from optim_redist.problem import Problem
 from optim_redist.program import Program
 from optim_utils.testing import run_ranks
@@ -279,6 +282,37 @@ def test_a_part_that_stays_whole_counts_once() -> None:
         made = plan(shape, "float32", src, dst)
         assert made.peak_bytes >= made.bounds.memory * 4
         verify(made)
+
+
+@pytest.mark.parametrize(
+    ("n", "kind"),
+    [
+        (12, Cyclic(3)),
+        (14, Cyclic(3)),
+        (12, Intervals([[(0, 1), (4, 6), (7, 8)], [(1, 4), (6, 7), (8, 12)]])),
+        (11, Strided([2])),
+        (1, Cyclic(3)),
+    ],
+    ids=["dealt", "dealt with a tail", "intervals", "strided", "one part empty"],
+)
+def test_a_part_of_many_pieces_that_stays_whole_is_not_copied(n: int, kind: Kind) -> None:
+    src, dst = Layout(Mesh(2), [None, ((0,), kind)]), Layout(Mesh((2, 1)), [1, ((0,), kind)])
+    made = plan((4, n), "float32", src, dst, memory_limit=4 * bounds((4, n), src, dst).live)
+    for rank in (0, 1):
+        x = torch.zeros(src.local_shape((4, n), rank))
+        assert made.peak_bytes >= x.nbytes
+        program = Program(made, rank, None)
+        assert program(x) is x
+        assert program(x, x) is x
+
+
+def test_parts_without_elements_still_get_the_shape_of_the_target() -> None:
+    made = plan((0, 4), "float32", PAIR, Layout(Mesh(2), [None, 0]))
+    found = Program(made, 0, None)(torch.zeros(0, 4))
+    assert found is not None
+    assert found.shape == (0, 2)
+    # a rank of neither layout may compile what moves nothing
+    assert Program(made, 7, None)(None) is None
 
 
 def test_many_rounds_are_planned_without_listing_them() -> None:
@@ -539,6 +573,34 @@ def test_a_pending_conjugation_that_is_not_resolved_under_the_limit_is_refused(d
         with Live() as live:
             source.view(-1)
             program(source.conj())
+        assert live.peak <= limit
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
+@pytest.mark.parametrize("planner", ["local", "naive"])
+def test_a_pending_conjugation_is_resolved_beside_an_output_that_is_held_from_the_start(
+    planner: str, donate: bool
+) -> None:
+    # in the plan of two steps, out is held beside the gathered tensor; in the other nothing moves
+    src, dst = (ROWS, COLUMNS) if planner == "naive" else (WHOLE, ROWS)
+    source, out = (torch.zeros(layout.local_shape((64, 64), 0), dtype=torch.complex64) for layout in (src, dst))
+    free = plan((64, 64), source.dtype, src, dst, donate=donate, planners=[planner])
+    with_out = free.bounds.memory * 8 if planner == "local" else free.steps[0].peak + out.nbytes
+    # a donated one is given up once it is resolved, before anything else is made
+    enough = max(with_out, 2 * source.nbytes + out.nbytes) if donate else with_out + source.nbytes
+    for spare in (-1, 0):
+        limit = enough + spare
+        made = plan((64, 64), source.dtype, src, dst, donate=donate, planners=[planner], memory_limit=limit)
+        program = Program(made, 0, cast(Any, NoWire()) if made.communicates else None)
+        program(source.clone())
+        if spare:
+            with pytest.raises(UnsupportedError, match=f"1 bytes above memory_limit={limit}"):
+                program(source.conj(), out)
+            continue
+        with Live() as live:
+            source.view(-1)
+            out.view(-1)
+            program(source.conj(), out)
         assert live.peak <= limit
 
 

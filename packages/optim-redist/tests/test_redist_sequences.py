@@ -55,7 +55,7 @@ from optim_redist import (
     redistribute_many,
     simulate,
 )
-from optim_redist._running.refusals import excess_of_out
+from optim_redist._running.refusals import bytes_with_out
 from optim_redist.cli import main
 from optim_redist.parsing import format_layout
 from optim_redist.planning import clear_cache
@@ -99,7 +99,8 @@ class Sequence(Wanderers):
         self.say(
             how, "with group of" if group else "", group[1] if group else "", None if mine is None else mine.stride()
         )
-        refuses_out = how == "out" and excess_of_out(made) > 0
+        limit = made.memory_limit
+        refuses_out = how == "out" and limit is not None and bytes_with_out(made) > limit
         # of a given group every rank calls
         if not (self.inside(tensor.layout, dst) or (group is not None and made.communicates and self.rank in group[1])):
             self.tensors[number] = tensor if refuses_out else check_moved(tensor, dst, None, self.rank)

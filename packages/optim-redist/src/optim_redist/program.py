@@ -44,8 +44,11 @@ class Program:
         self._is_one = plan.communicates and len(self.stages) == 1 and not plan.donate
         self._compared = not plan.communicates
         # without communication: the slices of the source that are the target, if it is one piece of it
-        self._kept = None if plan.communicates or len(self.stages) > 1 else self.stages[0].only_view()
-        self._keeps_all = self._kept is not None and self.stages[0].src_shape == self.stages[0].dst_shape
+        alone = None if plan.communicates or len(self.stages) > 1 else self.stages[0]
+        self._kept = None if alone is None else alone.only_view()
+        # a part that stays may have many pieces, which the source has in the same order; empty parts have shapes
+        keeps_shape = alone is not None and alone.src_shape is not None and alone.src_shape == alone.dst_shape
+        self._keeps_all = keeps_shape and plan.problems[0].stays_whole(rank)
         self._refusals = Refusals(plan, rank, self.stages, keeps_all=self._keeps_all)
 
     @property
@@ -117,7 +120,7 @@ class Program:
             return Handle(done(x)) if async_op else x
         if self._kept is not None and x is not None and out is None and not (copy or async_op):
             return x.detach()[self._kept]
-        self._refusals.check_resolving(x)
+        self._refusals.check_resolving(x, out)
         given = x if x is not None else out
         device = given.device if given is not None else device or collectives.device_of(self.team)
         self._compare()

@@ -33,7 +33,7 @@ class Refusals:
         self._plan, self._rank, self._keeps_all = plan, rank, keeps_all
         self._dtype: torch.dtype = stages[0].dtype
         self._src_shape, self._dst_shape = stages[0].src_shape, stages[-1].dst_shape
-        self._excess = excess_of_out(plan)
+        self._with_out = bytes_with_out(plan)
 
     def check(self, x: Tensor | None, out: Tensor | None) -> None:
         """Raise unless source and given target are what the plan says, and can be read and written."""
@@ -43,12 +43,16 @@ class Refusals:
         if x is not None and self._plan.donate:
             refuse_undonatable(x, f"rank {self._rank}: a source")
 
-    def check_resolving(self, x: Tensor | None) -> None:
+    def check_resolving(self, x: Tensor | None, out: Tensor | None = None) -> None:
         """Raise if the copy that resolves a pending conjugation or negation does not fit under the limit."""
         limit = self._plan.memory_limit
         if limit is None or x is None or not is_pending(x):
             return
-        held = 2 * x.nbytes if self._plan.donate else self._plan.peak_bytes + x.nbytes
+        if self._plan.donate:
+            # the source is given up before anything else is made
+            held = 2 * x.nbytes + (0 if out is None else out.nbytes)
+        else:
+            held = (self._plan.peak_bytes if out is None else self._with_out) + x.nbytes
         if held > limit:
             raise UnsupportedError(
                 f"rank {self._rank}: the source has a pending conjugation or negation, and a copy that resolves it "
@@ -58,11 +62,11 @@ class Refusals:
 
     def _check_out(self, x: Tensor | None, out: Tensor) -> None:
         refuse_other_than_values(out, f"rank {self._rank}: the out tensor")
-        if self._excess and not (out is x and self._keeps_all):
+        limit = self._plan.memory_limit
+        if limit is not None and self._with_out > limit and not (out is x and self._keeps_all):
             raise UnsupportedError(
-                f"out would be held from the start, {self._excess} bytes above memory_limit="
-                f"{self._plan.memory_limit} beside what the plan counts; call without out, or plan with a limit that "
-                "is higher by so much"
+                f"out would be held from the start, {self._with_out - limit} bytes above memory_limit={limit} beside "
+                "what the plan counts; call without out, or plan with a limit that is higher by so much"
             )
         if x is not None and x.device != out.device:
             raise LayoutError(f"rank {self._rank}: the source tensor is on {x.device}, out on {out.device}")
@@ -84,23 +88,22 @@ class Refusals:
         refuse_freed(tensor, f"rank {self._rank}: the {what} tensor")
 
 
-def excess_of_out(plan: Plan) -> int:
-    """Bytes above the plan's limit if every rank holds its target from the start, as a given ``out``; 0 if it fits."""
+def bytes_with_out(plan: Plan) -> int:
+    """Bytes that no rank exceeds if every rank holds its target from the start, as a given ``out``; 0 without limit."""
     if plan.memory_limit is None:
         return 0
     problem, last = plan.problems[-1], plan.stages[-1]
     exchanges = exchanges_of(problem, last.method, plan.topology)
     if not plan.communicates:
         # what stays whole is no target of its own any more
-        held = plan.bounds.memory * plan.itemsize
-    else:
-        # the steps of the last stage count the target already, but if packed only when the source is gone
-        earlier = plan.steps[: -len(exchanges)]
-        target = max(needed for _, needed in problem.num_stored.values()) * plan.itemsize
-        held = max([step.peak + target for step in earlier], default=0)
-        if last.method == "packed":
-            held = max(held, packed_peak(problem, exchanges[0].volumes, given=True) * plan.itemsize)
-    return max(0, held - plan.memory_limit)
+        return plan.bounds.memory * plan.itemsize
+    # the steps of the last stage count the target already, but if packed only when the source is gone
+    earlier = plan.steps[: -len(exchanges)]
+    target = max(needed for _, needed in problem.num_stored.values()) * plan.itemsize
+    held = max([step.peak + target for step in earlier], default=0)
+    if last.method == "packed":
+        held = max(held, packed_peak(problem, exchanges[0].volumes, given=True) * plan.itemsize)
+    return max(held, plan.peak_bytes)
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
