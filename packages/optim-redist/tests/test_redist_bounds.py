@@ -280,6 +280,8 @@ def test_nodes_are_the_ranks_of_a_host() -> None:
     # what 4 / 2 gives
     with pytest.raises(RedistError, match=r"a whole number of ranks, at least one, got ranks_per_node=2\.0"):
         Topology.nodes(2.0)  # type: ignore[arg-type]
+    with pytest.raises(RedistError, match=r"fewer than 2\*\*63 ranks, got ranks_per_node=1000"):
+        Topology.nodes(10**400)
     # rank 0 and rank 2, as on the mesh's second axis
     in_turn = Topology.from_hosts(["a", "b", "a", "b"])
     assert bounds(shape, src, dst, in_turn) == bounds(shape, src, dst, Topology.from_mesh_axis(mesh, "inner"))

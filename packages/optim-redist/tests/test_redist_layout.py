@@ -94,6 +94,7 @@ def test_partial_text_and_axes_without_names() -> None:
         (lambda: Cyclic(0), "at least 1"),
         (lambda: Cyclic(1.5), "a whole number, got 1.5"),
         (lambda: Layout(MESH, ["x"]).index_sets((-8,)), "sizes are not negative"),
+        (lambda: Layout(MESH, ["x", None]).index_sets((2**40 + 1, 2**40)), r"at most 2\*\*80 elements"),
         (lambda: Ragged([1, 2]), "start at 0"),
         (lambda: Ragged([0, 3, 2]), "never decrease"),
         (lambda: Intervals([[(3, 2)]]), "sorted"),

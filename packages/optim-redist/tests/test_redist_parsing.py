@@ -1,6 +1,7 @@
 """Layouts as text: every notation read, written back, and refused where it says nothing."""
 
 import json
+import re
 from math import prod
 from pathlib import Path
 
@@ -243,12 +244,61 @@ def test_refusals(text):
         parse_layout(text, XYZW)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        # the first one may have been meant for (x, y) on one dimension
+        ("P('x','y'),)", "has a ) that closes nothing"),
+        ("P(('x','y',)", "has no closing bracket )"),
+        ("P('x',)('y',)", "has a ) that closes nothing"),
+        ("P('x') 'y'", "goes on behind its last bracket"),
+        ("P('x', unreduced={'y')", "closes another kind of bracket"),
+        ("[x, -", "has no closing bracket ]"),
+        ("[x]-[y]", "has a ] that closes nothing"),
+        ("(S(0), R, R, R", "has no closing bracket )"),
+        ("S(0), R, R, R)", "has a ) that closes nothing"),
+        ("D_[2,2]_|_{((0,1),-}(1,-)", "closes another kind of bracket"),
+    ],
+)
+def test_brackets_that_do_not_match_are_refused(text, words):
+    with pytest.raises(LayoutError, match=re.escape(words)):
+        parse_layout(text, XYZW)
+
+
+def test_names_in_quotes_may_have_brackets():
+    mesh = Mesh((2, 2), names=("x]", "(y"))
+    assert parse_layout("P('x]')", mesh) == Layout(mesh, [0])
+    assert parse_layout('P("(y")', mesh) == Layout(mesh, [1])
+
+
+DIGITS = "9" * 5000  # more than Python reads
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"S({DIGITS}),R,R,R",
+        f"_S(0,{DIGITS}),R,R,R",
+        f"S(0),R,R,R order=0:{DIGITS}",
+        f"S(0),R,R,R order={DIGITS}:0",
+        f"[{DIGITS}, -]",
+        f"[x~{DIGITS}, -]",
+        f"D_[{DIGITS}]_|_{{0}}(1)",
+        f"D_[2,2]_|_{{{DIGITS}}}(1)",
+    ],
+    ids=lambda text: text.replace(DIGITS, "9…9"),
+)
+def test_numbers_of_any_length_are_refused_in_the_same_way(text):
+    with pytest.raises(LayoutError, match="are whole numbers, got '999"):
+        parse_layout(text, XYZW)
+
+
 def test_refusals_about_the_mesh():
     with pytest.raises(LayoutError, match="pass mesh"):
         parse_layout("[x]")
     with pytest.raises(LayoutError, match="dimensions"):
         parse_layout("[x]", XYZW, num_dims=2)
-    for text in ("", "4,x", "x=4,2", "4;2", "=4", "x==4", "x=4=2"):
+    for text in ("", DIGITS, "4,x", "x=4,2", "4;2", "=4", "x==4", "x=4=2"):
         with pytest.raises(LayoutError):
             parse_mesh(text)
     assert parse_mesh("4, 2") == Mesh((4, 2))

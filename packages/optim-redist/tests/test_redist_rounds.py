@@ -325,6 +325,20 @@ def test_many_rounds_are_planned_without_listing_them() -> None:
     assert time.process_time() - began < 3
 
 
+def test_rounds_of_as_many_elements_as_a_tensor_may_have_are_counted() -> None:
+    mesh = Mesh((4, 4))
+    for src, dst in (
+        (Layout(mesh, [0, 1]), Layout(mesh, [1, None])),
+        (Layout(mesh, [0, None], {1: "sum"}), Layout(mesh, [None, None])),
+    ):
+        free = plan((2**40, 2**40), "float32", src, dst, planners=["direct"])
+        least = free.bounds.memory * 4
+        for spare in ((free.peak_bytes - least) // 2, (free.peak_bytes - least) // 1000):
+            made = plan((2**40, 2**40), "float32", src, dst, planners=["direct"], memory_limit=least + spare)
+            assert made.steps[0].rounds > 1
+            verify(made)
+
+
 @pytest.mark.parametrize("dst", [Layout(Mesh(8), [0, None]), Layout(Mesh(8), [None, 0])], ids=["rows", "columns"])
 def test_many_rounds_of_reductions_are_planned_without_listing_them(dst: Layout) -> None:
     src = Layout(dst.mesh, [None, None], {0: "sum"})

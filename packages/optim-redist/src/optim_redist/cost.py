@@ -138,9 +138,12 @@ class Topology:
         latency: float = _NODE_LATENCY,
     ) -> Topology:
         """Nodes of consecutive ranks; ``bandwidth`` is one rank's share of the node's border."""
+        given = f"ranks_per_node={ranks_per_node!r}"
         if not isinstance(ranks_per_node, int) or ranks_per_node < 1:
-            given = f"ranks_per_node={ranks_per_node!r}"
             raise RedistError(f"a node has a whole number of ranks, at least one, got {given}")
+        # others may be beyond what floats count
+        if ranks_per_node >= 2**63:
+            raise RedistError(f"a node has fewer than 2**63 ranks, got {given}")
         level = Level("node", bandwidth * ranks_per_node, latency, size=ranks_per_node)
         return cls(rank_bandwidth, _LATENCY, (level,))
 

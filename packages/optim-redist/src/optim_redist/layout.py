@@ -17,6 +17,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -57,6 +58,9 @@ PartialInit = Literal["owner", "divide"]  # how a pending reduction of a target 
 
 _FORMAT = "optim-redist.layout"
 _VERSION = 1
+# torch counts up to 2**63. Volumes are sums over contributions and needers, of up to 2**20 ranks each, and where rounds
+# are counted they have 128 bits.
+_MOST_ELEMENTS = 2**80
 
 
 class Split(NamedTuple):
@@ -194,6 +198,8 @@ class Layout:
             raise LayoutError(f"layout {self} is for {len(self.dims)} dimensions, the shape is {tuple(shape)}")
         if min(shape, default=0) < 0:
             raise LayoutError(f"sizes are not negative, got shape {tuple(shape)}")
+        if prod(shape) > _MOST_ELEMENTS:
+            raise LayoutError(f"a tensor has at most 2**80 elements, got shape {tuple(shape)}")
 
     def canonical(self, shape: Sequence[int]) -> Layout:
         """The one layout that stands for all with the same ownership of a tensor of this shape."""

@@ -39,6 +39,7 @@ from optim_redist.placements import REPLICATE, Placement, ShardOrder, layout_fro
 Notation = Literal["own", "notebook", "partition_spec", "placements"]
 
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _MESH_AXIS = re.compile(r"\s*(?:(?P<name>[^=\s][^=]*?)\s*=\s*)?(?P<size>\d+)\s*")
 _NOTEBOOK = re.compile(r"D_\[(?P<mesh>[\d,\s]+)\]\s*(?:⊥|_\|_)\s*\{(?P<mapping>.*)\}\s*\((?P<blocks>[^()]*)\)")
 _SHARD = re.compile(r"(?:S|Shard)\((?:dim=)?(-?\d+)\)")
@@ -55,7 +56,7 @@ def parse_mesh(text: str) -> Mesh:
         found = _MESH_AXIS.fullmatch(item)
         if found is None:
             raise LayoutError(f'a mesh is written "4,2,4" or "x=4,y=2", got {text!r}')
-        sizes.append(int(found["size"]))
+        sizes.append(_number(found["size"], "mesh sizes"))
         if found["name"]:
             names.append(found["name"])
     if names and len(names) != len(sizes):
@@ -81,6 +82,7 @@ def parse_layout(text: str, mesh: Mesh | str | None = None, *, num_dims: int | N
     if not isinstance(num_dims, int | None):
         raise LayoutError(f"num_dims must be a whole number, got {num_dims!r}")
     written = text.strip()
+    _check_brackets(written, text)
     grid = parse_mesh(mesh) if isinstance(mesh, str) else mesh
     if written.startswith("D_"):
         layout = _parse_notebook(written, grid)
@@ -132,6 +134,19 @@ def _split_top(text: str, separator: str = ",") -> list[str]:
     return [*parts, last] if last or parts else []
 
 
+def _check_brackets(part: str, text: str) -> None:
+    """Raise ``LayoutError`` unless every bracket of this part of the text is closed by one of its kind."""
+    closing: list[str] = []
+    # names in quotes may have any characters
+    for character in _QUOTED.sub("", part):
+        if character in _BRACKETS:
+            closing.append(_BRACKETS[character])
+        elif character in _BRACKETS.values() and (not closing or closing.pop() != character):
+            raise LayoutError(f"{text!r} has a {character} that closes nothing, or closes another kind of bracket")
+    if closing:
+        raise LayoutError(f"{text!r} has no closing bracket {closing[-1]}")
+
+
 def _axis(text: str, mesh: Mesh) -> int:
     """The mesh axis that ``text`` means: one of ``axis_names``, else one of ``names``, else a number."""
     name = text.strip().strip("'\"")
@@ -140,7 +155,7 @@ def _axis(text: str, mesh: Mesh) -> int:
             return names.index(name)
     if not name.isdecimal():
         raise LayoutError(f"{name!r} is no axis of mesh {mesh}")
-    return mesh.axis(int(name))
+    return mesh.axis(_number(name, "mesh axes"))
 
 
 def _numbers(text: str, what: str) -> list[int]:
@@ -151,6 +166,7 @@ def _number(text: str, what: str) -> int:
     try:
         return int(text)
     except ValueError:
+        # also for more digits than Python reads
         raise LayoutError(f"{what} are whole numbers, got {text!r}") from None
 
 
@@ -158,9 +174,8 @@ def _number(text: str, what: str) -> int:
 
 
 def _parse_own(text: str, mesh: Mesh) -> Layout:
-    closing = text.rindex("]") if "]" in text else 0
-    if not closing:
-        raise LayoutError(f"{text!r} has no closing bracket")
+    closing = text.rindex("]")
+    _check_brackets(text[1:closing], text)
     partial: dict[Axis, str] = {}
     for suffix in _split_top(text[closing + 1 :], "+"):
         found = re.fullmatch(r"(\w+)\((.*)\)", suffix)
@@ -188,7 +203,7 @@ def _parse_own_item(item: str, mesh: Mesh) -> Split | None:
             factors = (factor.removeprefix("@") or "1" for _, _, factor in pairs)
             kind = Strided(tuple(_number(factor, "split factors") for factor in factors), flat)
     if found["block"]:
-        kind = Cyclic(int(found["block"]))
+        kind = Cyclic(_number(found["block"], "block lengths"))
     elif found["cuts"]:
         kind = Ragged(_numbers(found["cuts"], "cut points"))
     elif found["table"] is not None:
@@ -225,7 +240,7 @@ def _parse_notebook_axes(item: str) -> list[int]:
         return []
     if not all(axis.strip().isdecimal() for axis in inner.split(",")):
         raise LayoutError(f"the axes of a dimension are numbers such as 0 or (0,1), or -, got {item!r}")
-    return [int(axis) for axis in inner.split(",")]
+    return [_number(axis, "mesh axes") for axis in inner.split(",")]
 
 
 # -- partition spec
@@ -233,8 +248,9 @@ def _parse_notebook_axes(item: str) -> list[int]:
 
 def _parse_partition_spec(text: str, mesh: Mesh, num_dims: int | None) -> Layout:
     if not text.endswith(")"):
-        raise LayoutError(f"{text!r} has no closing bracket")
+        raise LayoutError(f"{text!r} goes on behind its last bracket; a PartitionSpec ends there")
     inner = text[text.index("(") + 1 : -1].rstrip().removesuffix(",")
+    _check_brackets(inner, text)
     dims: list[tuple[int, ...] | None] = []
     partial: dict[Axis, str] = {}
     for item in _split_top(inner):
@@ -294,7 +310,7 @@ def _parse_placements(text: str, mesh: Mesh, num_dims: int | None) -> Layout:
         tensor_dim, colon, axes = item.partition(":")
         if not colon or not tensor_dim.strip().isdecimal():
             raise LayoutError(f"{text!r}: an order is written order=0:1.0, dimension 0 cut by axis 1, then 0")
-        order[int(tensor_dim)] = tuple(_axis(name, mesh) for name in axes.split("."))
+        order[_number(tensor_dim, "dimensions")] = tuple(_axis(name, mesh) for name in axes.split("."))
     return layout_from(mesh, placements, num_dims, order)
 
 
@@ -302,9 +318,9 @@ def _parse_placement(item: str) -> Placement:
     if item in ("R", "Replicate()", "Replicate"):
         return REPLICATE
     if found := _SHARD.fullmatch(item):
-        return Placement(int(found[1]))
+        return Placement(_number(found[1], "dimensions"))
     if found := _STRIDED.fullmatch(item):
-        return Placement(int(found[1]), int(found[2]))
+        return Placement(_number(found[1], "dimensions"), _number(found[2], "split factors"))
     if found := _PARTIAL.fullmatch(item):
         return Placement(op=found[1] or "sum")
     raise LayoutError(
