@@ -18,6 +18,7 @@ from optim_redist import (
     LayoutError,
     Mesh,
     NotRepresentableError,
+    PlanInfeasibleError,
     Ragged,
     RedistError,
     Strided,
@@ -453,6 +454,32 @@ def test_what_stays_on_some_ranks_has_memory_of_its_own(later: bool):
     first, second = run_ranks(_shared_memory, 2, later)
     assert first == [False, False, True, True, True, True]
     assert second == [True, False, True, True, True, True]
+
+
+def _refused_clones(rank: int, world_size: int) -> list[str]:
+    """What is said of limits that hold a part once, where it stays on rank 0 only and is cloned there."""
+    from optim_redist import redistribute
+
+    device_mesh, found = init_device_mesh("cpu", (2,)), []
+    whole = distribute_tensor(torch.ones(1, 3), device_mesh, [Replicate()])
+    for limit in (12, 23):
+        with pytest.raises(PlanInfeasibleError) as refused:
+            redistribute(whole, None, [Shard(0)], memory_limit=limit)
+        assert refused.value.proven
+        found.append(str(refused.value))
+    assert redistribute(whole, None, [Shard(0)], memory_limit=24).to_local().tolist() == [[1, 1, 1]][rank:]
+    # where every part stays, there are no clones
+    assert redistribute(whole, None, [Replicate()], memory_limit=12).to_local().tolist() == [[1, 1, 1]]
+    return found
+
+
+def test_a_limit_holds_clones_of_parts_that_stay_on_some_ranks_only():
+    said = [
+        f"memory_limit={limit} bytes is too small: rank 0 needs source 12 + target 12 = 24 bytes; no method can stay "
+        "below it"
+        for limit in (12, 23)
+    ]
+    assert run_ranks(_refused_clones, 2) == [said, said]
 
 
 def test_strides_are_the_same_on_every_rank():

@@ -25,13 +25,14 @@ from optim_redist._compiling.uncompiled import uncompiled
 from optim_redist._places import Place, ends_of, specification
 from optim_redist._running.given import refuse_other_kinds, waited_for
 from optim_redist.dtensor import shard_order_of
-from optim_redist.errors import UnsupportedError
-from optim_redist.execute import redistribute_local
+from optim_redist.errors import PlanInfeasibleError, UnsupportedError
+from optim_redist.execute import default_model, redistribute_local
 from optim_redist.gradients import GradientRule, check_rule
 from optim_redist.handle import Handle, done
 from optim_redist.layout import PartialInit
 from optim_redist.placements import ShardOrder, as_shard_order
 from optim_redist.planning import plan
+from optim_redist.plans import Plan
 from optim_redist.problem import check_partial_init
 from optim_redist.shares import put_back
 
@@ -271,10 +272,20 @@ def _move(
     if place.dtype is not None and place.dtype != local.dtype:
         local = local.to(place.dtype)
     part = local if ends.local_shape is not None else None
+    if memory_limit is not None:
+        # refused on every rank, also where nothing moves
+        made = plan(
+            shape,
+            local.dtype,
+            ends.source,
+            ends.moved_to,
+            cost_model=default_model(None),
+            memory_limit=memory_limit,
+            partial_init=place.partial_init,
+        )
+        if not ends.stays:
+            _check_clones(made)
     if ends.stays:
-        if memory_limit is not None:
-            # refused as where something moves
-            plan(shape, local.dtype, ends.source, ends.target, memory_limit=memory_limit)
         stayed = _wrapped(part, dtensor, place, local, stays=True)
         return Handle(done(stayed)) if async_op else stayed
     moved = redistribute_local(
@@ -293,6 +304,16 @@ def _move(
     if moved is not None and ends.moved_to is not ends.target:
         moved = put_back(moved, shape, ends.moved_to, ends.target, dtensor.device_mesh.get_rank())
     return _wrapped(moved, dtensor, place, local)
+
+
+def _check_clones(made: Plan) -> None:
+    """Raise ``PlanInfeasibleError`` if the limit has no room for clones of parts that stay on some ranks only."""
+    stored, width, limit = made.problems[0].num_stored, made.itemsize, made.memory_limit
+    # plans that communicate count source and target of every rank
+    if limit is not None and not made.communicates and made.bounds.memory * width > limit:
+        rank = max(stored, key=lambda rank: (sum(stored[rank]), -rank))
+        source, target = stored[rank]
+        raise PlanInfeasibleError(rank, {"source": source * width, "target": target * width}, limit, proven=True)
 
 
 def _when_arrived(
