@@ -1,8 +1,9 @@
-"""The grouped Muon step: the folded norm, masters and random bits, what one matrix may not do to another, resuming."""
+"""The grouped Muon step against plain torch: norms, masters, random bits, what one matrix may not do to another."""
 
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from interrupts import assert_taken_or_not
 from random_tensors import DEVICE, assert_same_bits, give_gradients, random_parameters
 from torch import Tensor, nn
 
-from optim_kernels import TritonMuon
+from optim_kernels import COEFFICIENTS, TritonMuon
 from optim_kernels._impl import is_interpreted
 from optim_kernels._optimizers.muon_planner import MuonPlanner
 from optim_utils.param_groups import MatrixView
@@ -31,6 +32,77 @@ def steps(optimizer: TritonMuon, params: list[nn.Parameter], seeds: range, scale
     for seed in seeds:
         give_gradients(*params, seed=seed, scale=scale)
         optimizer.step()
+
+
+VARIANTS = {
+    "torch": {},
+    "climbing": {"nesterov": False, "maximize": True, "adjust_lr_fn": "match_rms_adamw"},
+    "nanochat": {"beta2": 0.9, "cautious": True, "row_equilibrate": True, "renormalize": True, "eps_mode": "add"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "master"), [("torch", "fp32"), ("climbing", None), ("nanochat", None)], ids=list(VARIANTS)
+)
+def test_grouped_step_equals_plain_torch(name: str, master: str | None) -> None:
+    """Two steps with changing lr, gradients and clip factor; wide, tall, square, split and transposed matrices."""
+    dtype = torch.float32 if master is None else torch.bfloat16
+    shapes = [(20, 70), (72, 16), (33, 33), (2, 8, 24), (48, 24)]
+    views = [None, None, None, None, MatrixView(shape=(48, 24), split=(32, 16))]
+    runs = []
+    for impl in ("triton", "torch"):
+        torch.manual_seed(0)
+        params = [nn.Parameter((0.1 * torch.randn(shape)).to(DEVICE, dtype)) for shape in shapes]
+        params[2] = nn.Parameter(params[2].detach().mT)
+        options = {"ns_dtype": torch.float32, "impl": impl, "master_weights": master, **VARIANTS[name]}
+        optimizer = TritonMuon([{"params": params, "views": views}], **options)
+        for step in range(2):
+            for p in params:
+                p.grad = torch.randn(p.shape).to(DEVICE, dtype)
+            optimizer.param_groups[0]["lr"] = 0.02 / (step + 1)
+            optimizer.step(clip_factor=torch.tensor(0.5, device=DEVICE))
+        runs.append((params, optimizer))
+    (ours, optimizer), (plain, other) = runs
+    for p, q in zip(ours, plain, strict=True):
+        p_state, q_state = optimizer.state[p], other.state[q]
+        values = [(p_state[key], q_state[key]) for key in q_state if key != "second_momentum_buffer"]
+        for x, y in [(p, q), *values]:
+            torch.testing.assert_close(x, y, atol=5e-4 if dtype == torch.float32 else 4e-3, rtol=0)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_tiny_rows_are_raised_as_far_as_nanochat_raises_them(impl: str) -> None:
+    """Rows of U below 1e-6 are not brought to the norm of the others, nor variances below 1e-10 divided out."""
+    p = torch.nn.Parameter(torch.zeros(6, 4, device=DEVICE))
+    size = torch.tensor([1.0, 2.0, 1e-7, 1e-15, 0.0, 0.5], device=DEVICE)
+    torch.manual_seed(0)
+    p.grad = size[:, None] * torch.randn(6, 4).to(DEVICE)
+    options: dict[str, Any] = {"momentum": 0.0, "nesterov": False, "ns_dtype": torch.float32, "impl": impl}
+    TritonMuon([{"params": [p], "variant": "nanochat-2026-07"}], lr=1.0, adjust_lr_fn="none", **options).step()
+    u = p.grad.double()
+    u = u * (u.norm() / math.sqrt(6)) / u.norm(dim=1, keepdim=True).clamp(min=1e-6)
+    x = u / (1.01 * u.norm() + 1e-6)
+    for a, b, c in COEFFICIENTS["polar_express"]:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    x = x * 2.0 / x.norm()
+    scaled = x / (0.1 * x.square().mean(1, keepdim=True)).clamp(min=1e-10).sqrt()
+    expected = scaled * x.norm() / scaled.norm()
+    # single elements may cancel
+    torch.testing.assert_close(p.detach().double().norm(dim=1), expected.norm(dim=1), atol=0, rtol=1e-3)
+
+
+def test_a_step_with_found_inf_changes_nothing() -> None:
+    p = nn.Parameter(torch.randn(16, 24, device=DEVICE))
+    p.grad = torch.randn_like(p)
+    optimizer = TritonMuon([p], impl="triton", beta2=0.9)
+    optimizer.step()
+    before = [p.detach().clone(), *(value.clone() for value in optimizer.state[p].values())]
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0, device=DEVICE), torch.tensor(1.0, device=DEVICE)
+    optimizer.step()
+    for value, expected in zip([p, *optimizer.state[p].values()], before, strict=True):
+        torch.testing.assert_close(value, expected, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e12], ids=str)
@@ -428,3 +500,81 @@ def test_explain_says_tiles_and_launches() -> None:
     assert last == f"{plan.launches} launches a step"
     tile = "32×32 / 32×32 / 32×32" if DEVICE == "cpu" else "64×64 / 64×64 / 64×64"
     assert [tile in row for row in rows[2:]] == [True, True, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 1), (1, 6), (300, 1), (3, 1, 5), (200, 1, 2000), (200, 2, 64)], ids=str)
+def test_matrices_of_one_row_on_a_gpu(shape: tuple[int, ...]) -> None:
+    grads = [torch.randn(shape, device="cuda") for _ in range(3)]
+    found = []
+    for impl in ("auto", "torch"):
+        p = torch.nn.Parameter(torch.ones(shape, device="cuda"))
+        optimizer = TritonMuon([p], lr=0.1, nd="batch", impl=impl)
+        for grad in grads:
+            p.grad = grad
+            optimizer.step()
+        found.append(p.detach())
+    torch.testing.assert_close(*found, atol=3e-3, rtol=0)
+
+
+@pytest.mark.gpu
+def test_replay_takes_new_hyperparameters_and_gradients() -> None:
+    """The recorded step equals one that is launched, bit by bit, under changing lr, gradients and clip factors."""
+    shapes = [(256, 1024), (1024, 256), (512, 512)] * 2
+    results = []
+    for recorded in (True, False):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape, device="cuda").bfloat16()) for shape in shapes]
+        optimizer = TritonMuon(params, lr=torch.tensor(0.02, device="cuda"))
+        for step in range(6):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            optimizer.param_groups[0]["lr"].fill_(0.02 / (step + 1))
+            if not recorded:
+                optimizer._planner = MuonPlanner()
+            optimizer.step(clip_factor=torch.tensor(1.0 / (step + 1), device="cuda"))
+        results.append([p.detach().clone() for p in params])
+    assert_same_bits(*results)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_matrices_on_several_devices_all_move() -> None:
+    """Recorded on the first one first, and in both replayed."""
+    value, grads = torch.randn(256, 512), torch.randn(5, 256, 512)
+    params = [nn.Parameter(value.to(f"cuda:{i}", copy=True)) for i in range(2)]
+    optimizer = TritonMuon(params, lr=0.1)
+    for grad in grads:
+        before = [p.detach().clone() for p in params]
+        for p in params:
+            p.grad = grad.to(p.device)
+        optimizer.step()
+        assert not any(torch.equal(p, old) for p, old in zip(params, before, strict=True))
+        assert torch.equal(params[0].cpu(), params[1].cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+def test_a_step_does_not_synchronise_and_can_be_captured() -> None:
+    p = nn.Parameter(torch.randn(256, 512, device="cuda"))
+    p.grad = torch.randn_like(p)
+    optimizer = TritonMuon([p], lr=torch.tensor(0.1, device="cuda"), capturable=True)
+    for _ in range(3):
+        optimizer.step()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    twin = nn.Parameter(p.detach().clone())
+    twin.grad = p.grad.clone()
+    other = TritonMuon([twin], lr=0.05)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # a loaded tensor is kept, not copied
+    other.param_groups[0]["lr"] = 0.05
+    optimizer.param_groups[0]["lr"].fill_(0.05)
+    graph.replay()
+    other.step()
+    torch.testing.assert_close(p, twin, atol=1e-6, rtol=0)
