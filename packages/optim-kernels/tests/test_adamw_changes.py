@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -51,11 +53,23 @@ def test_moved_parameters_and_replaced_groups_are_followed() -> None:
     assert int(optimizer.state[stranger]["step"]) == 1
 
 
-@pytest.mark.parametrize("option", [{"max_norm": "1.0"}, {"state_dtype": []}, {"seed": 0.5}, {"impl": "cuda"}], ids=str)
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"max_norm": "1.0"},
+        {"state_dtype": []},
+        {"state_dtype": np.ones(2)},
+        {"master_weights": np.ones(2)},
+        {"seed": 0.5},
+        {"impl": "cuda"},
+        {"impl": np.ones(2)},
+    ],
+    ids=str,
+)
 def test_a_group_that_is_refused_is_not_kept(option: dict[str, Any]) -> None:
     first, second = make_params([(5,), (5,)])
     optimizer = TritonAdamW([first], impl="triton")
-    with pytest.raises((TypeError, ValueError)):
+    with pytest.raises((TypeError, ValueError), match=f"^{next(iter(option))} must be"):
         optimizer.add_param_group({"params": [second], **option})
     optimizer.add_param_group({"params": [second]})
     assert [group["params"] for group in optimizer.param_groups] == [[first], [second]]
@@ -358,6 +372,14 @@ def test_complex_parameters_are_stepped_as_by_torch() -> None:
         ("eps", torch.tensor(1e-8, device="meta"), "eps is on meta, and so has no value"),
         ("weight_decay", torch.tensor(0.1, device="meta"), "weight_decay is on meta, and so has no value"),
         ("betas", (torch.tensor(0.9, device="meta"), 0.99), "beta.* is on meta, and so has no value"),
+        ("betas", (1.0, 0.99), r"betas\[0\] must be from 0 to below 1, got 1.0"),
+        ("betas", (0.9, 1), r"betas\[1\] must be from 0 to below 1, got 1"),
+        ("betas", (0.9, 1.5), r"betas\[1\] must be from 0 to below 1, got 1.5"),
+        ("betas", (torch.tensor(1.0), torch.tensor(0.99)), r"betas\[0\] must be from 0 to below 1, got 1"),
+        ("betas", (math.nan, 0.99), r"betas\[0\] must be from 0 to below 1, got nan"),
+        ("weight_decay", torch.tensor([0.1]).to_sparse(), "weight_decay must be a dense tensor, got one in .*coo"),
+        ("lr", torch.tensor(0.5).to(torch.float8_e4m3fn), "lr must be a number .*, got torch.float8_e4m3fn"),
+        ("max_norm", torch.tensor(0.5, device="meta"), "max_norm is on meta, and so has no value"),
         ("max_norm", "1.0", "max_norm must be a number"),
         ("norm_type", "2", "norm_type must be a number"),
         ("stochastic_rounding", "no", "stochastic_rounding must be True or False, got 'no'"),
@@ -367,6 +389,9 @@ def test_complex_parameters_are_stepped_as_by_torch() -> None:
         ("differentiable", "no", "differentiable must be True or False, got 'no'"),
         ("foreach", "no", "foreach must be None, True or False, got 'no'"),
         ("fused", "no", "fused must be None, True or False, got 'no'"),
+        ("maximize", torch.ones(2), r"maximize must be True or False, got tensor\(\[1., 1.\]\)"),
+        ("maximize", np.ones(2), r"maximize must be True or False, got array\(\[1., 1.\]\)"),
+        ("foreach", torch.tensor(True, device="meta"), "foreach must be None, True or False, got tensor"),
     ],
 )
 @pytest.mark.parametrize("impls", [("triton", "triton"), ("triton", "torch"), ("torch", "torch")], ids="-".join)
@@ -628,3 +653,52 @@ def test_a_demand_for_kernels_is_heard_after_the_first_step_too() -> None:
     params[0].grad = torch.ones_like(params[0])
     with pytest.raises(RuntimeError, match=r"impl='triton' asks for.*weight cannot have.*float64.*impl='auto'"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("option", ["lr", "eps", "weight_decay", "betas"])
+def test_a_number_beyond_fp64_is_refused_by_name_before_anything_moves(impl: Any, option: str) -> None:
+    params = make_params(((6, 5), (4, 3)))
+    optimizer = TritonAdamW([{"params": [p]} for p in params], impl=impl)
+    optimizer.step()
+    before = [p.detach().clone() for p in params]
+    optimizer.param_groups[1][option] = (0.9, 10**400) if option == "betas" else 10**400
+    name = r"betas\[1\]" if option == "betas" and impl == "torch" else "" if impl == "triton" else option
+    with pytest.raises(OverflowError, match=f"^{name}.* too large"):
+        optimizer.step()
+    assert all(map(torch.equal, params, before))
+
+
+@pytest.mark.parametrize("switch", [0, 1, np.False_, np.True_, torch.tensor(True)], ids=repr)
+@pytest.mark.parametrize("option", ["amsgrad", "maximize", "stochastic_rounding"])
+def test_what_is_equal_to_a_switch_is_one(option: str, switch: Any) -> None:
+    found = []
+    for value in (switch, bool(switch)):
+        p = torch.nn.Parameter(torch.ones(6, 5, dtype=torch.bfloat16, device=DEVICE))
+        p.grad = torch.ones_like(p)
+        TritonAdamW([p], impl="torch", **{option: value}).step()
+        found.append(p.detach())
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_a_switch_that_is_no_bool_may_be_off() -> None:
+    """It ended in an error of ``torch.set_grad_enabled``, when other groups had moved."""
+    params = make_params(((6, 5), (4, 3)))
+    before = [p.detach().clone() for p in params]
+    TritonAdamW([{"params": [p], "differentiable": off} for p, off in zip(params, (False, 0))], impl="torch").step()
+    assert not any(map(torch.equal, params, before))
+
+
+@pytest.mark.parametrize("limit", [Decimal("0.5"), Fraction(1, 2), np.array(0.5), np.float32(0.5)], ids=repr)
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_the_limit_of_the_norm_may_be_any_number(impl: Any, limit: Any) -> None:
+    found = []
+    for max_norm in (limit, 0.5):
+        params = [torch.nn.Parameter(torch.ones(shape, device=DEVICE)) for shape in ((6, 5), (4, 3))]
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer = TritonAdamW(params, impl=impl, max_norm=max_norm, eps=1.0)
+        optimizer.step()
+        optimizer.step()
+        found.append([p.detach() for p in params])
+    torch.testing.assert_close(*found, rtol=0, atol=0)

@@ -185,6 +185,8 @@ def test_numbers_that_must_be_tensors_are_refused_by_name(name: str, impl: Any) 
         ({"weight_decay": "00"}, "weight_decay must be a number"),
         ({"betas": ("0.9", 0.9)}, r"(betas\[0\]|beta1) must be a number"),
         ({"betas": 0.9}, "betas must be a pair, or one for each of the params, got 0.9"),
+        ({"betas": (0.9, 1.0)}, r"betas\[1\] must be from 0 to below 1, got 1"),
+        ({"betas": [(0.9, 0.9), (1.5, 0.9)]}, r"betas\[0\] must be from 0 to below 1, got 1.5"),
         ({"maximize": "no"}, "maximize must be True or False, got 'no'"),
         ({"stochastic_rounding": "no"}, "stochastic_rounding must be True or False, got 'no'"),
         ({"seed": "1"}, "seed must be an int, got '1'"),

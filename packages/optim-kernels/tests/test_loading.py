@@ -393,3 +393,37 @@ def test_a_load_that_is_interrupted_leaves_the_optimizer(kind: Any) -> None:
         if not interrupted:
             break
     assert at > 3
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda saved: {"optimizer": saved, "model": {}}, r"got one of \['optimizer', 'model'\]; give that part"),
+        (lambda saved: {"state": saved["state"]}, r"a dict of state and param_groups, got one of \['state'\]"),
+        (lambda saved: {**saved, "state": [1]}, r"the loaded state must be a dict of parameters' states, got \[1\]"),
+        (lambda saved: {**saved, "param_groups": 1}, "the loaded param_groups must be a list of dicts, got 1"),
+        (lambda saved: {**saved, "param_groups": [0.5]}, r"param_groups\[0\] must be a dict with a list .*, got 0\.5"),
+        (lambda saved: {**saved, "param_groups": [{}]}, r"param_groups\[0\] must be a dict with a list .* None\}"),
+    ],
+    ids=["a whole checkpoint", "no groups", "state", "groups", "a number", "no params"],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_state_dict_is_refused_in_words(kind: str, change: Any, words: str) -> None:
+    (p,) = random_parameters((8, 6))
+    optimizer = KINDS[kind](p)
+    steps(optimizer, p, 1)
+    before = str(optimizer.state_dict())
+    with pytest.raises(ValueError, match=words):
+        optimizer.load_state_dict(change(optimizer.state_dict()))
+    assert str(optimizer.state_dict()) == before
+
+
+@pytest.mark.parametrize(
+    ("views", "words"), [(3, "must be a list, got 3"), ([3], "cannot be read: not the plain form of a MatrixView: 3")]
+)
+def test_views_that_cannot_be_read_are_refused_by_place(views: Any, words: str) -> None:
+    optimizer = TritonMuon(random_parameters((8, 6)))
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["views"] = views
+    with pytest.raises(ValueError, match=rf"the loaded views of param_groups\[0\] {words}"):
+        optimizer.load_state_dict(saved)

@@ -591,7 +591,13 @@ def test_the_halves_of_a_step_refuse_what_does_not_fit() -> None:
         ({"split_rows": 3.0}, "split_rows must be None, .* got 3.0 for"),
         ({"split_rows": "ab"}, "split_rows must be None, .* got 'ab' for"),
         ({"split_rows": (2.0, 2.0)}, "split_rows must be None, .* got .2.0, 2.0. for"),
+        ({"split_rows": torch.tensor(2)}, r"split_rows must be None, .* got tensor\(2\) for"),
+        ({"split_rows": (n for n in (2, 2))}, "split_rows must be None, .* got <generator"),
         ({"missing_grad": "ignore"}, "missing_grad"),
+        ({"missing_grad": np.ones(2)}, r"missing_grad must be one of .*, got array\(\[1., 1.\]\)"),
+        ({"master_weights": np.ones(2)}, "master_weights must be None, 'fp32' or 'split16', got array"),
+        ({"ns_method": np.ones(2)}, r"method must be one of .*, got array\(\[1., 1.\]\)"),
+        ({"ns_steps": {}}, "steps must be an int from 0 to 99, got {}"),
         ({"master_weights": "fp32"}, "is for"),
         ({"master_weights": "bf16"}, "master_weights must be None, 'fp32' or 'split16', got 'bf16'"),
         ({"impl": "cuda"}, "impl must be"),
@@ -609,6 +615,37 @@ def test_the_halves_of_a_step_refuse_what_does_not_fit() -> None:
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         TritonMuon(parameters((4, 6)), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"views": 3.0}, "views must be None or a list with a MatrixView or None for each parameter, got 3.0"),
+        ({"views": "none"}, "views must be None or a list .*, got 'none'"),
+        ({"variant": ["keller"]}, r"unknown variant \['keller'\]; choose one of"),
+    ],
+    ids=str,
+)
+def test_bad_options_of_groups(options: dict[str, Any], message: str) -> None:
+    optimizer = TritonMuon(parameters((4, 6)))
+    with pytest.raises((ValueError, TypeError), match=message):
+        optimizer.add_param_group({"params": parameters((4, 6)), **options})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("switch", [0, 1, np.False_, np.True_], ids=repr)
+@pytest.mark.parametrize(
+    "option", ["nesterov", "row_equilibrate", "renormalize", "cautious", "stochastic_rounding", "maximize"]
+)
+def test_what_is_equal_to_a_switch_is_one(option: str, switch: Any) -> None:
+    """A ``stochastic_rounding`` of NumPy's ended in an error about sequences."""
+    found = []
+    for value in (switch, bool(switch)):
+        p = nn.Parameter(torch.ones(4, 6, device=DEVICE))
+        p.grad = torch.arange(24, dtype=torch.float32, device=DEVICE).view(4, 6)
+        TritonMuon([p], **{option: value}).step()
+        found.append(p.detach())
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"ns_dtype": torch.float64}, {"momentum_dtype": torch.float64}], ids=str)

@@ -551,3 +551,26 @@ def test_capture_without_capturable_is_refused_before_the_closure_runs(
     with pytest.raises(RuntimeError, match="capturable is False"):
         optimizer.step(lambda: calls.append(None))  # type: ignore[arg-type]
     assert not calls
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("betas", (0.9, 1.0), r"betas\[1\] must be from 0 to below 1, got 1"),
+        ("betas", (1, 0.9), r"betas\[0\] must be from 0 to below 1, got 1"),
+        ("lr", 10**400, "lr is too large"),
+        ("eps", torch.ones(1).to_sparse(), "eps must be a dense tensor"),
+    ],
+)
+def test_adamws_numbers_that_no_step_can_take_are_refused_before_muon_moves(
+    option: str, value: Any, words: str
+) -> None:
+    matrix, vector = (nn.Parameter(torch.ones(shape)) for shape in ((4, 6), (3,)))
+    optimizer = TritonMuonAdamW([{"kind": "muon", "params": [matrix]}, {"kind": "adamw", "params": [vector]}])
+    for p in (matrix, vector):
+        p.grad = torch.ones_like(p)
+    optimizer.param_groups[1][option] = value
+    with pytest.raises((ValueError, OverflowError), match=f"^{words}"):
+        optimizer.step()
+    assert torch.equal(matrix, torch.ones(4, 6))
+    assert not optimizer.state[matrix]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from decimal import Decimal
 from itertools import chain
 from typing import Any
 
@@ -98,6 +99,9 @@ def test_a_list_among_the_options_may_be_written_to(impl: str, kept_in: Any) -> 
         ("master_weights", "split16", r"master_weights='split16' is for .*, but param_groups\[0\].* is torch.float32"),
         ("ns_coefficients", "sharp", "sharp"),
         ("renormalize", "no", "renormalize must be True or False, got 'no'"),
+        ("ns_steps", 5.0, r"steps must be an int from 0 to 99, got 5\.0"),
+        ("ns_restarts", (2.0,), r"restarts must be None, 'accurate' or step numbers, got \(2\.0,\)"),
+        ("eps", Decimal("1e-7"), "eps must be a number, got Decimal"),
     ],
 )
 def test_options_that_are_wrong_by_now_are_refused(impl: str, option: str, value: Any, words: str) -> None:
@@ -111,14 +115,19 @@ def test_options_that_are_wrong_by_now_are_refused(impl: str, option: str, value
     assert torch.equal(p, before)
 
 
-@pytest.mark.parametrize("lr", [None, "0.1", torch.ones(12)], ids=["none", "text", "several"])
+@pytest.mark.parametrize(
+    "lr",
+    [None, "0.1", torch.ones(12), torch.ones(1).to_sparse(), torch.ones(()).to(torch.float8_e5m2), 10**400],
+    ids=["none", "text", "several", "sparse", "8 bits", "too large"],
+)
 def test_a_learning_rate_that_is_no_number_by_now_leaves_other_groups_alone(lr: Any) -> None:
     p = parameter(8, 12)
     optimizer = muon([{"params": [p]}, {"params": [parameter(4, 6)]}], "torch")
     steps(optimizer)
     before = optimizer.state[p]["momentum_buffer"].clone()
     optimizer.param_groups[1]["lr"] = lr
-    with pytest.raises((TypeError, ValueError), match=r"^(lr must be a number|Tensor lr must be 1-element)"):
+    words = r"^(lr must be a (number|dense tensor)|Tensor lr must be 1-element|lr is too large)"
+    with pytest.raises((TypeError, ValueError, OverflowError), match=words):
         steps(optimizer)
     assert torch.equal(optimizer.state[p]["momentum_buffer"], before)
 

@@ -1,5 +1,6 @@
 """Newton–Schulz: coefficient sets, both iterations against fp64, error limits in 16 bits, derivatives, hard inputs."""
 
+from decimal import Decimal
 from typing import Any
 
 import numpy
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from random_tensors import DEVICE, relative_error
 from torch import Tensor
 
-from optim_kernels import COEFFICIENTS, NSConfig, newton_schulz, reference
+from optim_kernels import COEFFICIENTS, NSConfig, TritonMuon, newton_schulz, reference
 from optim_kernels._newton_schulz.iterations import TorchProducts, iterate
 
 # The band of result singular values for inputs with σ/‖X‖ ≥ 0.01.
@@ -239,18 +240,22 @@ def test_the_input_is_not_changed_and_out_is_filled() -> None:
         ({"eps": torch.tensor(1e-7)}, "eps must be a number"),
         ({"norm_scale": 0.0}, "norm_scale"),
         ({"norm_scale": torch.tensor(1.0)}, "norm_scale must be a number"),
+        ({"norm_scale": 10**400}, "norm_scale is too large"),
         ({"method": "newton"}, "method"),
+        ({"method": ["auto"]}, r"method must be one of .*, got \['auto'\]"),
+        ({"eps_mode": numpy.ones(2)}, r"eps_mode must be one of .*, got array\(\[1., 1.\]\)"),
+        ({"restarts": numpy.ones(2)}, r"restarts must be None, 'accurate' or step numbers, got array\(\[1., 1.\]\)"),
         ({"eps_mode": "max"}, "eps_mode"),
         ({"dtype": torch.int32}, r"the dtype of products \(compute_dtype, ns_dtype\) must be None or one of"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_bad_options(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, OverflowError), match=message):
         NSConfig(**options)
     arguments: dict[str, Any] = {"compute_dtype" if key == "dtype" else key: value for key, value in options.items()}
     for with_gradient in (False, True):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, OverflowError), match=message):
             newton_schulz(torch.randn(2, 3, requires_grad=with_gradient), **arguments)
 
 
@@ -282,7 +287,48 @@ def test_outs_that_do_not_fit_are_refused_before_one_is_written() -> None:
     # it would hold zeros
     with pytest.raises(ValueError, match=r"out must be of a floating dtype, got torch\.int64"):
         newton_schulz([torch.ones(3, 4)] * 2, out=[first, torch.zeros(3, 4, dtype=torch.int64)])
+    # they would be found by torch, in copying to them
+    with pytest.raises(ValueError, match=r"out must be a dense tensor, got one in torch\.sparse_coo"):
+        newton_schulz([torch.ones(3, 4)] * 2, out=[first, torch.zeros(3, 4).to_sparse()])
+    with pytest.raises(RuntimeError, match=r"out is a leaf that requires a gradient, .* give its detach"):
+        newton_schulz([torch.ones(3, 4)] * 2, out=[first, torch.zeros(3, 4, requires_grad=True)])
+    # where the result would be lost
+    with pytest.raises(ValueError, match="out is on meta, and would have no values; give one on cpu"):
+        newton_schulz([torch.ones(3, 4)] * 2, out=[first, torch.zeros(3, 4, device="meta")])
     assert not first.any()
+
+
+def test_a_parameter_may_be_an_out_without_autograd() -> None:
+    x, out = torch.randn(3, 4), torch.zeros(3, 4, requires_grad=True)
+    with torch.no_grad():
+        assert newton_schulz(x, out=out) is out
+    assert torch.equal(out, newton_schulz(x))
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "words"),
+    [
+        ({"steps": 6}, {"steps": 6.0}, r"steps must be an int from 0 to 99, got 6\.0"),
+        ({"restarts": (3,)}, {"restarts": (3.0,)}, r"restarts must be None, 'accurate' or step numbers, got \(3\.0,\)"),
+        ({"restarts": [3]}, {"restarts": [3.0]}, r"restarts must be None, 'accurate' or step numbers, got \[3\.0\]"),
+        ({"norm_scale": 1.5}, {"norm_scale": Decimal("1.5")}, "norm_scale must be a number, got Decimal"),
+        ({"eps": 0.5}, {"eps": Decimal("0.5")}, "eps must be a number, got Decimal"),
+    ],
+    ids=str,
+)
+def test_options_that_count_as_others_to_a_cache_are_refused(
+    good: dict[str, Any], bad: dict[str, Any], words: str
+) -> None:
+    """They were taken once the others had been seen, and by `TritonMuon` as well."""
+    x = torch.randn(3, 4)
+    newton_schulz(x, **good)
+    with pytest.raises(ValueError, match=words):
+        newton_schulz(x, **bad)
+    names = {"steps": "ns_steps", "restarts": "ns_restarts"}
+    p = torch.nn.Parameter(x)
+    TritonMuon([p], **{names.get(key, key): value for key, value in good.items()})
+    with pytest.raises(ValueError, match=words):
+        TritonMuon([p], **{names.get(key, key): value for key, value in bad.items()})
 
 
 def test_bad_inputs() -> None:
@@ -292,6 +338,8 @@ def test_bad_inputs() -> None:
         newton_schulz([torch.randn(2, 3), None])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="floating"):
         newton_schulz(torch.ones(2, 2, dtype=torch.int64))
+    with pytest.raises(TypeError, match="dense matrices, got a nested tensor; give a list of its unbind"):
+        newton_schulz(torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged))
     with pytest.raises(ValueError, match="out has shape"):
         newton_schulz(torch.randn(2, 3), out=torch.empty(3, 2))
     with pytest.raises(ValueError, match="out has 1 tensors for 2 matrices"):

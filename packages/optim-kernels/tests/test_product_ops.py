@@ -10,6 +10,7 @@ import torch
 from random_tensors import DEVICE
 
 pytest.importorskip("triton")
+from torch import Tensor
 from torch.autograd import gradcheck
 
 from optim_kernels import muon_kernels as mk
@@ -341,6 +342,38 @@ def test_what_is_no_number_is_refused_by_name(factor: str, value: Any) -> None:
         mk.matmul_add(x, x, c=x, **option)
     with pytest.raises(ValueError, match=rf"{factor} must be a number or .*, got torch\.complex64 of shape \(\)"):
         mk.matmul_add(x, x, c=x, **{factor: torch.tensor(1j)})
+
+
+@pytest.mark.parametrize("factor", ["alpha", "beta"])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.tensor([2.0]).to_sparse(), r"must be a dense tensor, got one in torch\.sparse_coo"),
+        (torch.tensor(2.0, device="meta"), "is on meta, and so has no value; give one on cpu"),
+        (10**400, "is too large"),
+    ],
+    ids=["sparse", "meta", "too large"],
+)
+def test_what_has_no_value_is_refused_by_name(factor: str, value: Any, words: str) -> None:
+    x = torch.randn(3, 3)
+    with pytest.raises((ValueError, OverflowError), match=f"^{factor} {words}"):
+        mk.matmul_add(x, x, c=x, **{factor: value})
+
+
+@pytest.mark.parametrize(
+    "kind", [Tensor.to_sparse, Tensor.to_sparse_csr, lambda x: torch.nested.nested_tensor([x, x])], ids=str
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
+def test_matrices_are_dense(kind: Any) -> None:
+    """A product of sparse ones was computed on a CPU, and others ended in errors about operators of torch's."""
+    x = torch.randn(3, 3)
+    bad = kind(x)
+    with pytest.raises(ValueError, match=r"^x must be a dense tensor, got "):
+        mk.gram(bad)
+    for function in (mk.matmul_add, mk.symmetric_matmul):
+        for place in ("a", "b", "c", "out"):
+            with pytest.raises(ValueError, match=f"^{place} must be a dense tensor, got "):
+                function(**{"a": x, "b": x, place: bad})
 
 
 @pytest.mark.parametrize("value", [[[1.0]], np.ones((2, 2))], ids=["list", "array"])

@@ -14,6 +14,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from optim_kernels._options import is_one_of
+
 Impl = Literal["auto", "torch", "triton"]
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -23,7 +25,7 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 def check_impl(impl: str) -> None:
     """Raise ``ValueError`` unless ``impl`` is one of the three choices."""
-    if impl not in get_args(Impl):
+    if not is_one_of(impl, get_args(Impl)):
         raise ValueError(f"impl must be one of {get_args(Impl)}, got {impl!r}")
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _NUMBERS = {float, int, bool}
@@ -21,20 +22,60 @@ def check_scalars(**scalars: object) -> None:
 
     Raises:
         TypeError: for anything that is not a number.
-        ValueError: for a tensor of several elements, in torch's words, for an array with dimensions, and for a complex
-            tensor.
+        ValueError: for a tensor of several elements, in torch's words, for an array with dimensions, and for a tensor
+            that is complex, of 8-bit floats, or not dense.
+        OverflowError: for a number beyond fp64.
     """
     for name, scalar in scalars.items():
         if not hasattr(scalar, "__float__"):
             raise TypeError(f"{name} must be a number or a 1-element tensor, got {scalar!r}")
-        if isinstance(scalar, Tensor) and scalar.numel() != 1:
-            raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(scalar.shape)}")
+        if isinstance(scalar, Tensor):
+            _check_tensor(name, scalar)
+            continue
         # NumPy's arrays have a __float__, which from 2.4 on raises for those with dimensions
-        shape: tuple[int, ...] = () if isinstance(scalar, Tensor) else getattr(scalar, "shape", ())
+        shape: tuple[int, ...] = getattr(scalar, "shape", ())
         if shape:
             raise ValueError(f"{name} must be a number, got an array of shape {shape}; give one number's item()")
-        if isinstance(scalar, Tensor) and scalar.is_complex():
-            raise ValueError(f"{name} must be a real number, got {scalar.dtype}")
+        check_python_numbers((name,), (scalar,))
+
+
+def _check_tensor(name: str, tensor: Tensor) -> None:
+    check_layout(name, tensor)
+    if tensor.numel() != 1:
+        raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(tensor.shape)}")
+    if tensor.is_complex():
+        raise ValueError(f"{name} must be a real number, got {tensor.dtype}")
+    if tensor.is_quantized or (tensor.is_floating_point() and tensor.dtype.itemsize < 2):
+        raise ValueError(f"{name} must be a number that torch computes with, got {tensor.dtype}; give its float()")
+
+
+def check_layout(name: str, tensor: Tensor) -> None:
+    """Raise ``ValueError`` for a tensor that is sparse, nested or in another library's layout."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "a nested tensor" if tensor.is_nested else f"one in {tensor.layout}"
+        raise ValueError(f"{name} must be a dense tensor, got {kind}")
+
+
+def check_python_numbers(names: Sequence[str], numbers: Sequence[Any]) -> None:
+    """Raise ``OverflowError`` for a number beyond fp64, such as 10**400; fast, as steps call it."""
+    floats: list[float] = []
+    try:
+        floats.extend(map(float, numbers))
+    except OverflowError as error:
+        raise OverflowError(f"{names[len(floats)]} is too large for a float, which has 64 bits") from error
+
+
+def check_betas(betas: Iterable[Any]) -> None:
+    """`check_beta` of those whose values the host has."""
+    for index, beta in enumerate(betas):
+        if not isinstance(beta, Tensor) or (type(beta) is Tensor and beta.device.type == "cpu"):
+            check_beta(index, beta)
+
+
+def check_beta(index: int, beta: Any) -> None:
+    """Raise ``ValueError`` for a decay rate of AdamW's moments with which no step can be taken."""
+    if not 0.0 <= beta < 1.0:
+        raise ValueError(f"betas[{index}] must be from 0 to below 1, got {beta}")
 
 
 def check_values(params: Iterable[Tensor], **numbers: object) -> None:
@@ -85,8 +126,24 @@ def check_scalar_tensors(**numbers: object) -> None:
 def check_switches(**switches: object) -> None:
     """Raise ``ValueError`` unless each is True or False: any non-empty string would count as True."""
     for name, switch in switches.items():
-        if switch not in (True, False):
+        if not is_switch(switch):
             raise ValueError(f"{name} must be True or False, got {switch!r}")
+
+
+def is_switch(value: Any) -> bool:
+    """Whether this is True or False, or a number that is equal to one of them."""
+    if type(value) is bool:
+        return True
+    # tensors and arrays of several numbers, or of none that can be read here, are neither
+    has_value = not getattr(value, "shape", ())
+    if isinstance(value, Tensor):
+        has_value = has_value and not value.is_meta and value.layout == torch.strided
+    return has_value and value in (True, False)
+
+
+def is_one_of(value: object, choices: Sequence[Any]) -> bool:
+    """Whether this is one of the ``choices``; lists and arrays are not, which cannot all be compared with them."""
+    return isinstance(value, Hashable) and value in choices
 
 
 def check_seed(seed: object) -> None:

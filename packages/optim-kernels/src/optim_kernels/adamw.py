@@ -22,6 +22,7 @@ from optim_kernels._optimizers.adamw_options import (
     StateDtype,
     check_adamw_ranges,
     check_adamw_scalars,
+    check_adamw_step,
     check_decay,
     check_formats,
     check_storage,
@@ -237,7 +238,7 @@ class TritonAdamW(KnowsNorm, PrivateState, TorchAdamW):
         prepared.with_torch.refuse_unfit(grads, why_unfit_state, self._parameter_names)
         with_torch = prepared.with_torch.steps(grads)
         for step in with_torch:
-            check_adamw_scalars(step.group)
+            check_adamw_step(step.group)
             check_step(step, self._parameter_names)
         grad_scale, found_inf = self._loss_scaling()
         max_norm, norm_type = clipping_of_step(self)

@@ -18,7 +18,12 @@ from torch.nn.parameter import is_lazy
 from optim_kernels._dtensors import gradients_of
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._impl import Impl, check_impl
-from optim_kernels._optimizers.adamw_options import check_adamw_ranges, check_adamw_scalars, check_decay
+from optim_kernels._optimizers.adamw_options import (
+    check_adamw_ranges,
+    check_adamw_scalars,
+    check_adamw_step,
+    check_decay,
+)
 from optim_kernels._optimizers.adamw_paths import NOT_YET_THERE, why_not_kernels
 from optim_kernels._optimizers.adamw_state import MOMENTS, NEEDED, laid_out, zero_state
 from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
@@ -146,7 +151,7 @@ class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
         adamw_groups = [group for group in self.param_groups if not self._is_muon(group)]
         # all that AdamW may refuse comes before Muon changes anything
         for group in adamw_groups:
-            check_adamw_scalars(group)
+            check_adamw_step(group)
         params = [p for group in adamw_groups for p in group["params"]]
         grads = gradients_of(params)
         prepare = partial(self._prepare_adamw, adamw_groups, params, grads)

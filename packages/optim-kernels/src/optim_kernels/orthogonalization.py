@@ -28,10 +28,9 @@ from optim_kernels._newton_schulz.config import (
     EpsMode,
     Method,
     NSConfig,
-    check_steps,
     config_of,
-    hashable,
     restart_steps,
+    values_of,
 )
 from optim_kernels._newton_schulz.direct_calls import NO_TANGENTS, can_compute_directly, is_transformed
 from optim_kernels._newton_schulz.iterations import TorchProducts, iterate, normalize, without_autocast
@@ -118,8 +117,7 @@ def newton_schulz(
         RuntimeError: ``impl="triton"`` where the kernels cannot run.
     """
     check_impl(impl)
-    check_steps(steps)
-    values = (hashable(coefficients), steps, method, compute_dtype, hashable(restarts), norm_scale, eps, eps_mode)
+    values = values_of(coefficients, steps, method, compute_dtype, restarts, norm_scale, eps, eps_mode)
     if not isinstance(x, Tensor):
         results = _many(x, values, impl)
         if out is None:
@@ -142,12 +140,12 @@ def newton_schulz_with(x: Tensor, config: NSConfig, impl: Impl = "auto") -> Tens
 
 
 # The fields of an `NSConfig`, in their order.
-Values = tuple[Any, int, Any, torch.dtype | None, Any, float, float, Any]
+Values = tuple[Any, ...]
 _values: Callable[[NSConfig], Values] = attrgetter(*(field.name for field in fields(NSConfig)))
 
 
 def _one(x: Tensor, values: Values, impl: Impl) -> Tensor:
-    is_at_once = x.layout is torch.strided and can_compute_directly(x)
+    is_at_once = x.layout is torch.strided and not x.is_nested and can_compute_directly(x)
     if is_transformed(x):
         _check(x)
         transformed: Tensor = _Transformed.apply(x, config_of(*values), impl)
@@ -163,6 +161,8 @@ def _one(x: Tensor, values: Values, impl: Impl) -> Tensor:
 
 
 def _check(x: Tensor) -> None:
+    if x.is_nested:
+        raise TypeError("newton_schulz takes dense matrices, got a nested tensor; give a list of its unbind()")
     if x.ndim < 2:
         raise ValueError(f"newton_schulz takes matrices [..., M, N], got shape {tuple(x.shape)}")
     if x.dtype not in COMPUTE_DTYPES:

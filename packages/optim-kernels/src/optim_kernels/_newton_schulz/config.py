@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._newton_schulz.coefficients import Triple, resolve
+from optim_kernels._options import check_python_numbers, is_one_of
 
 Method = Literal["auto", "standard", "gram"]
 EpsMode = Literal["clamp", "add"]
@@ -86,19 +87,20 @@ class NSConfig:
         if not isinstance(self.coefficients, str):
             # at least one triple: an empty tuple would not be valid coefficients
             object.__setattr__(self, "coefficients", resolve(self.coefficients, max(self.steps, 1)))
-        if self.method not in get_args(Method):
+        if not is_one_of(self.method, get_args(Method)):
             raise ValueError(f"method must be one of {get_args(Method)}, got {self.method!r}")
-        if self.dtype is not None and self.dtype not in COMPUTE_DTYPES:
+        if not is_one_of(self.dtype, (None, *COMPUTE_DTYPES)):
             raise ValueError(
                 f"the dtype of products (compute_dtype, ns_dtype) must be None or one of {COMPUTE_DTYPES}, got "
                 f"{self.dtype!r}"
             )
-        if self.eps_mode not in get_args(EpsMode):
+        if not is_one_of(self.eps_mode, get_args(EpsMode)):
             raise ValueError(f"eps_mode must be one of {get_args(EpsMode)}, got {self.eps_mode!r}")
         for name in ("norm_scale", "eps"):
             # not a tensor, whose value may change after this config was looked up
             if not isinstance(getattr(self, name), Real):
                 raise ValueError(f"{name} must be a number, got {getattr(self, name)!r}")
+            check_python_numbers((name,), (getattr(self, name),))
         if not self.eps >= 0:
             raise ValueError(f"eps must be at least 0, got {self.eps}")
         if not self.norm_scale > 0:
@@ -201,7 +203,7 @@ def restart_steps(restarts: object, steps: int) -> Any:
     """The option ``restarts`` of `NSConfig`, with ``None`` and ``"accurate"`` as step numbers."""
     if restarts is None:
         return tuple(range(2, max(steps - 1, 3), 2))
-    if restarts == "accurate":
+    if isinstance(restarts, str) and restarts == "accurate":
         return tuple(range(1, max(steps, 4), 2))
     return restarts
 
@@ -213,18 +215,59 @@ def _slope(triples: Sequence[Triple]) -> float:
 
 @lru_cache(maxsize=256)
 def config_of(*values: Any) -> NSConfig:
-    """The config whose fields have these `hashable` values, in their order: one object for values that come again."""
-    names = (field.name for field in fields(NSConfig))
-    return NSConfig(**dict(zip(names, values, strict=True)))
+    """The config whose fields have the `values_of` these, in their order: one object for values that come again."""
+    return NSConfig(**dict(zip(_FIELDS, values, strict=True)))
 
 
-def hashable(value: object) -> Any:
-    """An option of `NSConfig` that may be a list, of lists perhaps, as tuples."""
+def values_of(
+    coefficients: object,
+    steps: object,
+    method: object,
+    dtype: object,
+    restarts: object,
+    norm_scale: object,
+    eps: object,
+    eps_mode: object,
+) -> tuple[Any, ...]:
+    """The fields of an `NSConfig` as keys of caches: lists become tuples.
+
+    To a cache 5.0, True and Decimal(5) are 5. So fields of the wrong type are refused here, whatever it has seen.
+    """
+    are_plain = (
+        type(steps) is int
+        and type(norm_scale) in _NUMBERS
+        and type(eps) in _NUMBERS
+        and type(method) is str
+        and type(eps_mode) is str
+        and (dtype is None or type(dtype) is torch.dtype)
+        and (restarts is None or type(restarts) is str or _are_steps(restarts))
+    )
+    coefficients = _hashable(coefficients)
+    # while a call is traced, its operator's fake looks at them
+    if not are_plain and not torch.compiler.is_compiling():
+        given = (coefficients, steps, method, dtype, restarts, norm_scale, eps, eps_mode)
+        NSConfig(**dict(zip(_FIELDS, given, strict=True)))  # type: ignore[arg-type]
+    return coefficients, steps, method, dtype, _hashable(restarts), norm_scale, eps, eps_mode
+
+
+_NUMBERS = (float, int)
+_PLAIN = (float, int, str, type(None))
+_FIELDS = tuple(field.name for field in fields(NSConfig))
+
+
+def _are_steps(restarts: object) -> bool:
+    return isinstance(restarts, (list, tuple)) and all(type(step) is int for step in restarts)
+
+
+def _hashable(value: object) -> Any:
+    """Coefficients or restarts, which may be lists, of lists perhaps, as tuples."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, (list, tuple)):
-        return tuple(map(hashable, value))
+        return tuple(map(_hashable, value))
     if not isinstance(value, Hashable):
         raise TypeError(
-            "options of Newton–Schulz are names, numbers, dtypes, or tuples and lists of numbers, got a "
+            "coefficients are a name or tuples and lists of numbers, got a "
             f"{type(value).__name__}; of an array give its .tolist()"
         )
     return value

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from optim_kernels._memory import has_overlaps
+from optim_kernels._options import check_layout
 
 
 def checked_out(out: object, result: Tensor, *, of: str) -> Tensor:
@@ -15,10 +17,19 @@ def checked_out(out: object, result: Tensor, *, of: str) -> Tensor:
 
     Raises:
         TypeError: for anything but a tensor.
-        ValueError: for another shape, a dtype without fractions, or memory that several elements share.
+        ValueError: for another layout or shape, a dtype without fractions, memory that several elements share, or none.
+        RuntimeError: for a parameter, unless autograd is off.
     """
     if not isinstance(out, Tensor):
         raise TypeError(f"out must be a tensor for each {of}, got {type(out).__name__}")
+    check_layout("out", out)
+    if out.is_meta and not result.is_meta:
+        raise ValueError(f"out is on meta, and would have no values; give one on {result.device}")
+    if out.requires_grad and out.is_leaf and torch.is_grad_enabled():
+        raise RuntimeError(
+            "out is a leaf that requires a gradient, which cannot be written to; give its detach(), or call this "
+            "within torch.no_grad()"
+        )
     if out.shape != result.shape:
         raise ValueError(f"out has shape {tuple(out.shape)} for {of} of shape {tuple(result.shape)}")
     if not out.is_floating_point():

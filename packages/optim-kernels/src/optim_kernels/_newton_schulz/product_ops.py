@@ -22,7 +22,7 @@ from optim_kernels._impl import use_triton, why_not_products
 from optim_kernels._newton_schulz.direct_calls import NO_TANGENTS, can_compute_directly, is_transformed
 from optim_kernels._newton_schulz.iterations import TorchProducts, without_autocast
 from optim_kernels._newton_schulz.outputs import checked_out
-from optim_kernels._options import check_scalars
+from optim_kernels._options import check_layout, check_scalars
 
 Number = float | Tensor
 
@@ -171,6 +171,9 @@ def _checked_factor(name: str, value: Number, like: Tensor) -> Number:
     if not isinstance(value, Tensor):
         check_scalars(**{name: value})
         return float(value)
+    check_layout(name, value)
+    if value.is_meta and not like.is_meta:
+        raise ValueError(f"{name} is on meta, and so has no value; give one on {like.device}")
     if value.numel() != 1 or value.is_complex():
         raise ValueError(
             f"{name} must be a number or a tensor of one element, got {value.dtype} of shape {tuple(value.shape)}"
@@ -235,6 +238,7 @@ def _check_operand(name: str, tensor: Tensor, like: Tensor) -> None:
     for each, given in ((name, tensor), ("a", like)):
         if not isinstance(given, Tensor):
             raise TypeError(f"{each} must be a tensor of matrices, got a {type(given).__name__}")
+        check_layout(each, given)
         if given.ndim < 2 or not given.is_floating_point() or given.dtype.itemsize < 2:
             raise ValueError(
                 f"{each} must be floating-point matrices, got {given.dtype} of shape {tuple(given.shape)}; products "
@@ -249,6 +253,7 @@ def _check_added(c: Tensor | None, like: Tensor, shape: Sequence[int]) -> None:
         return
     if not isinstance(c, Tensor):
         raise TypeError(f"c must be a tensor or None, got a {type(c).__name__}")
+    check_layout("c", c)
     if c.shape != torch.Size(shape):
         raise ValueError(f"c must have the shape of the product, {tuple(shape)}, got {tuple(c.shape)}")
     if c.device != like.device:

@@ -11,7 +11,17 @@ from torch import Tensor
 
 from optim_kernels._dtensors import is_dtensor
 from optim_kernels._optimizers.storage import MOMENT_DTYPES, MasterWeights, check_master, check_master_weights
-from optim_kernels._options import are_numbers, check_scalars, check_seed, check_switches, check_values
+from optim_kernels._options import (
+    are_numbers,
+    check_betas,
+    check_python_numbers,
+    check_scalars,
+    check_seed,
+    check_switches,
+    check_values,
+    is_one_of,
+    is_switch,
+)
 
 StateDtype = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | Literal["int8"] | None
 
@@ -47,7 +57,7 @@ def check_update(group: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` for options of the update that are neither True nor False, and for a seed that is none."""
     check_switches(**{option: group[option] for option in _SWITCHES if option in group})
     for option in _OPEN_SWITCHES:
-        if group.get(option) not in (None, True, False):
+        if group.get(option) is not None and not is_switch(group[option]):
             raise ValueError(f"{option} must be None, True or False, got {group[option]!r}")
     check_seed(group.get("seed", 0))
 
@@ -67,7 +77,8 @@ def check_decay(group: Mapping[str, Any], place: str) -> None:
 def check_formats(state_dtype: object, master_weights: object) -> None:
     """Raise ``ValueError`` unless these name formats."""
     pair = state_dtype if isinstance(state_dtype, tuple) else (state_dtype, state_dtype)
-    if state_dtype != "int8" and (len(pair) != 2 or not all(dtype in (None, *MOMENT_DTYPES) for dtype in pair)):
+    are_dtypes = len(pair) == 2 and all(is_one_of(dtype, (None, *MOMENT_DTYPES)) for dtype in pair)
+    if not are_dtypes and not is_one_of(state_dtype, ("int8",)):
         raise ValueError(
             f"state_dtype must be None, one of {MOMENT_DTYPES}, a tuple of two such or 'int8', got {state_dtype!r}"
         )
@@ -103,6 +114,14 @@ def check_adamw_scalars(group: Mapping[str, Any], *, in_step: bool = True) -> No
         check_switches(maximize=maximize)
         if in_step:
             check_values(group["params"], **numbers)
+    else:
+        check_python_numbers(_ADAMW_SCALARS, scalars)
+
+
+def check_adamw_step(group: Mapping[str, Any]) -> None:
+    """Raise for hyperparameters with which plain torch cannot take a step, or would make NaN; waits for no device."""
+    check_adamw_scalars(group)
+    check_betas(group["betas"])
 
 
 def check_adamw_ranges(group: Mapping[str, Any], *, of_tensors: bool = True, loaded: bool = False) -> None:

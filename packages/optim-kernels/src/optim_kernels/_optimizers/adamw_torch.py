@@ -84,7 +84,7 @@ def _torch_step(
         return
     group, grads, states = step.group, step.grads, step.states
     scale = reference.gradient_scale(clip_factor, grad_scale)
-    with torch.set_grad_enabled(group["differentiable"]):
+    with torch.set_grad_enabled(bool(group["differentiable"])):
         torch_adamw(
             step.params,
             grads if scale is None else [_scaled(grad, scale) for grad in grads],

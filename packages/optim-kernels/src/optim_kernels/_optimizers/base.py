@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from optim_kernels._dtensors import placed_like
 from optim_kernels._optimizers.adamw_state import MOMENTS, NEEDED
-from optim_kernels._optimizers.fitting import check_loaded
+from optim_kernels._optimizers.fitting import check_form, check_loaded
 from optim_kernels._optimizers.followed_writes import FollowedWrites, can_be_followed, followed
 from optim_kernels._optimizers.inference import as_normal, out_of_inference_mode
 from optim_kernels._optimizers.plain_options import with_dtypes
@@ -104,6 +104,7 @@ class StatefulOptimizer(Optimizer):
 
         # The user's hooks may replace the dict, and they run first: so ours sees the dict that torch loads.
         def complete(_: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
+            check_form(content)
             saved = content["param_groups"]
             if len(saved) != len(self.param_groups):  # torch's own error is the better one
                 return content

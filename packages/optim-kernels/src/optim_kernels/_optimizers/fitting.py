@@ -107,6 +107,26 @@ def refuse(reason: str | None, name: str) -> None:
         raise ValueError(f"{name} cannot be updated: {reason}")
 
 
+def check_form(content: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` unless this has the form of an optimizer's state dict, which no other part of a file has."""
+    if not {"state", "param_groups"} <= content.keys():
+        raise ValueError(
+            "load_state_dict takes what an optimizer's state_dict() returns, a dict of state and param_groups, got one "
+            f"of {list(content)[:8]}; give that part of the checkpoint"
+        )
+    if not isinstance(content["state"], Mapping):
+        raise ValueError(f"the loaded state must be a dict of parameters' states, got {content['state']!r}")
+    groups = content["param_groups"]
+    if not isinstance(groups, list | tuple):
+        raise ValueError(f"the loaded param_groups must be a list of dicts, got {groups!r}")
+    for number, group in enumerate(groups):
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
+            found = {"params": group.get("params")} if isinstance(group, Mapping) else group
+            raise ValueError(
+                f"the loaded param_groups[{number}] must be a dict with a list of numbers as params, got {found!r}"
+            )
+
+
 def check_loaded(saved: object, param: Tensor, keys: Sequence[str], name: str) -> None:
     """Raise ``ValueError`` unless a loaded state has numbers under those of ``keys`` that it has, and a step count.
 

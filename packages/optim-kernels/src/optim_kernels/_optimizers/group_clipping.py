@@ -12,7 +12,7 @@ from optim_kernels import reference
 from optim_kernels._dtensors import has_dtensors, is_dtensor
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._optimizers.base import StatefulOptimizer
-from optim_kernels._options import are_numbers, check_scalars
+from optim_kernels._options import are_numbers, check_scalars, check_values
 from optim_kernels._tensor_lists import TensorList
 from optim_kernels.reference.clip import result_dtype
 
@@ -28,6 +28,7 @@ def check_limit(group: Mapping[str, Any], first: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` unless the group has a limit, or ``None``, and it is that of the first group."""
     max_norm, norm_type = _clipping_of(group)
     check_scalars(norm_type=norm_type)
+    check_values(group["params"], norm_type=norm_type, max_norm=max_norm)
     if norm_type != norm_type:
         raise ValueError(f"norm_type must be the order of a norm, got {norm_type}")
     if max_norm is not None:

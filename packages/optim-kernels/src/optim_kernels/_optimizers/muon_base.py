@@ -110,13 +110,20 @@ class MuonOptimizer(PrivateState, Optimizer):
         if mine.get("views") is not None:
             merged["views"] = mine["views"]
         if saved.get("views") is not None:
-            loaded = [
-                view if view is None or isinstance(view, MatrixView) else MatrixView.from_plain(view)
-                for view in saved["views"]
-            ]
+            loaded = _views_of(saved["views"], f"param_groups[{index}]")
             if loaded != list(mine.get("views") or [None] * len(loaded)):
                 raise ValueError(
                     f"param_groups[{index}] was saved with views {loaded}, this optimizer has {mine.get('views')}; "
                     "construct it with the views of the checkpoint"
                 )
         return merged
+
+
+def _views_of(saved: object, place: str) -> list[MatrixView | None]:
+    """The views of a loaded group; they may be in plain form."""
+    if isinstance(saved, str) or not isinstance(saved, Sequence):
+        raise ValueError(f"the loaded views of {place} must be a list, got {saved!r}")
+    try:
+        return [view if view is None or isinstance(view, MatrixView) else MatrixView.from_plain(view) for view in saved]
+    except ValueError as error:
+        raise ValueError(f"the loaded views of {place} cannot be read: {error}") from error

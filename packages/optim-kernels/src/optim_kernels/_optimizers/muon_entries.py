@@ -120,7 +120,7 @@ def entries_of(
     ``indices`` hold the parameters of all groups; see `MuonEntry` for the latter.
     """
     check_choices(group)
-    used = ("momentum_buffer", *MASTERS, *(["step"] * group["stochastic_rounding"]))
+    used = ("momentum_buffer", *MASTERS, *_counts(group))
     entries = []
     for place, p in enumerate(group["params"]):
         grad = gradient_of(p, group, names[p])
@@ -153,12 +153,16 @@ def check_state_in_capture(param: Tensor, state: Mapping[Tensor, dict[str, Any]]
         )
 
 
+def _counts(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys of the counts of steps in states of the group."""
+    return ("step",) if group["stochastic_rounding"] else ()
+
+
 def check_state(param: Tensor, view: MatrixView, group: Mapping[str, Any], state: Mapping[str, Any], name: str) -> None:
     """Raise ``ValueError`` unless a step of the group can update the parameter of this name, and its state."""
-    counted = ["step"] * group["stochastic_rounding"]
     with_moment = group["beta2"] is not None
-    needed = ("momentum_buffer", *counted, *["second_momentum_buffer"] * with_moment)
-    used = ("momentum_buffer", *MASTERS, *counted)
+    needed = ("momentum_buffer", *_counts(group), *["second_momentum_buffer"] * with_moment)
+    used = ("momentum_buffer", *MASTERS, *_counts(group))
     refuse(what_is_missing(state, needed) or why_unfit(param, param, state, used) or why_no_master(state), name)
     if with_moment:
         _check_second_moment(state["second_momentum_buffer"], param, view, name)

@@ -7,7 +7,7 @@ read as a `MuonRule`, an `NSConfig` and one `MatrixView` a parameter.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
@@ -18,9 +18,17 @@ from torch.nn.parameter import is_lazy
 from optim_kernels._dtensors import is_wrapper
 from optim_kernels._impl import check_impl
 from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
-from optim_kernels._newton_schulz.config import NSConfig, config_of, hashable
+from optim_kernels._newton_schulz.config import NSConfig, config_of, values_of
 from optim_kernels._optimizers.storage import MOMENT_DTYPES, check_dtype, check_master, check_master_weights
-from optim_kernels._options import are_numbers, check_scalars, check_seed, check_switches, check_values
+from optim_kernels._options import (
+    are_numbers,
+    check_python_numbers,
+    check_scalars,
+    check_seed,
+    check_switches,
+    check_values,
+    is_one_of,
+)
 from optim_kernels.reference.muon import MuonRule, ScaleRule
 from optim_utils.param_groups import MatrixView
 
@@ -105,7 +113,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def variant_options(name: str) -> dict[str, Any]:
     """The options of a published variant."""
-    if name not in VARIANTS:
+    if not is_one_of(name, (*VARIANTS,)):
         raise ValueError(f"unknown variant {name!r}; choose one of {sorted(VARIANTS)}")
     return dict(VARIANTS[name])
 
@@ -126,7 +134,7 @@ def rule_of(group: Mapping[str, Any]) -> MuonRule:
 
 def ns_config_of(group: Mapping[str, Any]) -> NSConfig:
     """The group's orthogonalization."""
-    return config_of(*(hashable(group[key]) for key in _NS_KEYS))
+    return config_of(*values_of(*map(group.__getitem__, _NS_KEYS)))
 
 
 _ADJUST_LR_FNS = (None, *get_args(ScaleRule))
@@ -178,6 +186,8 @@ def check_muon_scalars(group: Mapping[str, Any]) -> tuple[Any, ...]:
         numbers = dict(zip(HYPERPARAMETERS, scalars))
         check_scalars(**numbers)
         check_values(group["params"], **numbers)
+    else:
+        check_python_numbers(HYPERPARAMETERS, scalars)
     return scalars
 
 
@@ -185,18 +195,21 @@ def check_choices(group: Mapping[str, Any]) -> None:
     """`check_group` without the ranges of numbers, which for tensors on the device cost a synchronisation."""
     check_muon_scalars(group)
     check_switches(**{option: group[option] for option in _SWITCHES})
-    if group["adjust_lr_fn"] not in _ADJUST_LR_FNS:
+    if not is_one_of(group["adjust_lr_fn"], _ADJUST_LR_FNS):
         raise ValueError(
             f"Adjust learning rate function {group['adjust_lr_fn']} is not supported; choose one of {_ADJUST_LR_FNS}"
         )
-    if group["nd"] not in (None, "batch", "flatten", "convolution"):
+    if not is_one_of(group["nd"], (None, "batch", "flatten", "convolution")):
         raise ValueError(f"nd must be None, 'batch', 'flatten' or 'convolution', got {group['nd']!r}")
-    if group["missing_grad"] not in get_args(MissingGrad):
+    if not is_one_of(group["missing_grad"], get_args(MissingGrad)):
         raise ValueError(f"missing_grad must be one of {get_args(MissingGrad)}, got {group['missing_grad']!r}")
     check_master_weights(group["master_weights"])
-    if group["views"] is not None and len(group["views"]) != len(group["params"]):
-        raise ValueError(f"views has {len(group['views'])} entries for {len(group['params'])} parameters")
-    if group["momentum_dtype"] not in (None, *MOMENT_DTYPES):
+    views = group["views"]
+    if views is not None and (isinstance(views, str) or not isinstance(views, Sequence)):
+        raise TypeError(f"views must be None or a list with a MatrixView or None for each parameter, got {views!r}")
+    if views is not None and len(views) != len(group["params"]):
+        raise ValueError(f"views has {len(views)} entries for {len(group['params'])} parameters")
+    if not is_one_of(group["momentum_dtype"], (None, *MOMENT_DTYPES)):
         raise ValueError(f"momentum_dtype must be None or one of {MOMENT_DTYPES}, got {group['momentum_dtype']!r}")
     check_impl(group["impl"])
     check_seed(group["seed"])
@@ -268,7 +281,8 @@ def _split_view(shape: tuple[int, ...], matrix_shape: tuple[int, ...], split_row
     if split_rows is None:
         return _view(shape, matrix_shape)
     # True is an int: every row would be a matrix of its own
-    blocks = tuple(split_rows) if isinstance(split_rows, Iterable) else (split_rows,)
+    # arrays and tensors have no numbers of Python's, and without dimensions cannot be gone through
+    blocks = tuple(split_rows) if isinstance(split_rows, Sequence) else (split_rows,)
     if any(isinstance(block, bool) or not isinstance(block, int) for block in blocks):
         raise ValueError(
             f"split_rows must be None, a number of rows or a sequence of such, got {split_rows!r} for {name}"

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optim_kernels._optimizers.fitting import check_form
+
 
 def stack_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A ``state_dict`` of ours in nanochat's form; groups whose parameters differ in shape are an error."""
@@ -52,8 +54,9 @@ def _stack_group(state: dict[Any, Any], ids: list[Any], index: int) -> None:
 def unstack_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A ``state_dict`` of nanochat's in our form; one that is ours already comes back unchanged.
 
-    Raises ``ValueError`` for an entry that is no stack beside a momentum that is one.
+    Raises ``ValueError`` for what is no state dict, and for an entry that is no stack beside a momentum that is one.
     """
+    check_form(state_dict)
     state = dict(state_dict["state"])
     for index, (saved, group) in enumerate(zip(state_dict["param_groups"], optimizer.param_groups)):
         ids, params = saved["params"], group["params"]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import local, placed_like
+from optim_kernels._options import is_one_of
 from optim_utils.rounding import join_master, split_master
 
 MasterWeights = Literal["fp32", "split16"] | None
@@ -28,7 +29,7 @@ MOMENT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def check_master_weights(choice: object) -> None:
     """Raise ``ValueError`` unless this is a kind of master weights, or None."""
-    if choice not in (*OWN_MASTER,):
+    if not is_one_of(choice, (*OWN_MASTER,)):
         raise ValueError(f"master_weights must be None, 'fp32' or 'split16', got {choice!r}")
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import whole
+from optim_kernels._options import check_beta
 from optim_kernels.functional._device_scalars import on_device
 from optim_kernels.reference.adamw import AdamWScalars
 
@@ -42,11 +43,10 @@ def _row(scalars: AdamWScalars) -> bytes:
     # in fp64, since a tensor's or NumPy's number would take the product with it into its own dtype
     lr, weight_decay = scalars.lr, float(scalars.weight_decay)
     # NaN holds the place of a beta on the device: no number is equal to it, so a change to one is noticed
-    beta1 = math.nan if on_device(scalars.beta1) else float(scalars.beta1)
-    beta2 = math.nan if on_device(scalars.beta2) else float(scalars.beta2)
-    for index, beta in enumerate((beta1, beta2)):
-        if beta < 0.0 or beta >= 1.0:
-            raise ValueError(f"betas[{index}] must be from 0 to below 1, got {beta}")
+    beta1, beta2 = (
+        math.nan if on_device(beta) else _checked_beta(index, float(beta))
+        for index, beta in enumerate((scalars.beta1, scalars.beta2))
+    )
     address = 0
     if on_device(lr):
         address, lr = lr.data_ptr(), 0.0
@@ -58,6 +58,11 @@ def _row(scalars: AdamWScalars) -> bytes:
     halves[5] = sign * math.sqrt(halves[5])
     numbers = array("d", [beta1, beta2, *logs, weight_decay])
     return array("q", [address]).tobytes() + numbers.tobytes() + halves.tobytes()
+
+
+def _checked_beta(index: int, beta: float) -> float:
+    check_beta(index, beta)
+    return beta
 
 
 def _sign(scalars: AdamWScalars) -> float:

@@ -13,6 +13,8 @@ from optim_kernels._dtensors import whole
 from optim_kernels._impl import Impl, check_impl
 from optim_kernels._options import (
     are_numbers,
+    check_betas,
+    check_python_numbers,
     check_scalar_tensors,
     check_scalars,
     check_seed,
@@ -234,16 +236,19 @@ def _check_hyperparameters(
         (check_switches, "maximize", maximize),
     ):
         values = _listed(value) or [value]
-        if not are_numbers(values):
-            for each in values:
-                check(**{name: each})
-                check_values(params, **{name: each})
+        if are_numbers(values):
+            check_python_numbers([name] * len(values), values)
+            continue
+        for each in values:
+            check(**{name: each})
+            check_values(params, **{name: each})
     for pair in betas if _listed(betas) and _listed(betas[0]) else [betas]:
         if _listed(pair) is None or len(pair) != 2:
             raise ValueError(f"betas must be a pair, or one for each of the params, got {betas!r}")
         numbers = {"betas[0]": pair[0], "betas[1]": pair[1]}
         check_scalars(**numbers)
         check_values(params, **numbers)
+        check_betas(pair)
 
 
 def _check_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:

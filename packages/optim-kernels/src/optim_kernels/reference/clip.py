@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from optim_kernels._options import without_dims
+
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """Σ g² over all tensors, as a 0-d fp64 tensor on the first one's device."""
@@ -40,7 +42,7 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
 
 def clip_factor(total_norm: Tensor, max_norm: float) -> Tensor:
     """``min(1, max_norm / (total_norm + 1e-6))``; a NaN norm gives NaN, as torch's clipping does."""
-    return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+    return torch.clamp(without_dims(max_norm) / (total_norm + 1e-6), max=1.0)
 
 
 def result_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
