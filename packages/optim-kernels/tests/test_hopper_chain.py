@@ -21,7 +21,7 @@ from optim_kernels._newton_schulz.chain_jobs import Ending
 from optim_kernels._newton_schulz.copy_engine import empty_matrices
 from optim_kernels._newton_schulz.tile_choice import has_gluon
 from optim_kernels._triton import triton
-from optim_kernels.functional import _muon_tables as tables_of_a_plan
+from optim_kernels.functional import _muon_families
 
 # In a process of its own, for the interpreter of the other tests replaces what would be compiled; one process for all
 # variants, for importing takes as long as compiling one.
@@ -264,7 +264,7 @@ def test_step(m: int, variant: str, master: str | None, monkeypatch: pytest.Monk
     runs = []
     for chained in (True, False):
         takes_step_chain = chain.takes_step_chain if chained else lambda *_: False
-        monkeypatch.setattr(tables_of_a_plan, "takes_step_chain", takes_step_chain)
+        monkeypatch.setattr(_muon_families, "takes_step_chain", takes_step_chain)
         torch.manual_seed(0)
         params = [nn.Parameter(0.02 * torch.randn(shape, device="cuda").bfloat16()) for shape in shapes]
         optimizer = TritonMuon([{"params": params, "variant": variant, "lr": 0.02, "master_weights": master}])

@@ -31,7 +31,7 @@ from optim_kernels._newton_schulz.tiles import (
 )
 
 pytest.importorskip("triton")
-from optim_kernels.functional._muon_tables import LAST_TILE, SMALL_LAST_TILE
+from optim_kernels.functional._muon_families import LAST_TILE, SMALL_LAST_TILE
 
 COMPILE = """
 import json

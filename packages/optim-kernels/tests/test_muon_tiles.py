@@ -27,10 +27,9 @@ from optim_kernels._newton_schulz import chain as hopper_chain
 from optim_kernels._newton_schulz import tile_choice, triton_products
 from optim_kernels._newton_schulz.iterations import iterate
 from optim_kernels._newton_schulz.tiles import FULL_PRECISION, Tile, general_tile, symmetric_tile
-from optim_kernels.functional import _muon_batch_plan
-from optim_kernels.functional import _muon_tables as tables_of_a_plan
+from optim_kernels.functional import _muon_batch_plan, _muon_families
 from optim_kernels.functional._muon_batch_plan import MuonBatchPlan
-from optim_kernels.functional._muon_tables import LAST_TILE, SMALL_LAST_TILE, Batch, families_of
+from optim_kernels.functional._muon_families import LAST_TILE, SMALL_LAST_TILE, Batch, families_of
 
 SMS = 132
 
@@ -94,7 +93,7 @@ def test_chains_have_those_alone_that_take_one_however_few_they_are(
     cuda, ns = torch.device("cuda", 0), NSConfig(dtype=torch.float16)
     for name in ("takes_step_chain", "needs_step_chain"):
         function = getattr(hopper_chain, name)
-        monkeypatch.setattr(tables_of_a_plan, name, lambda *args, function=function: function(*args[:-1], cuda))
+        monkeypatch.setattr(_muon_families, name, lambda *args, function=function: function(*args[:-1], cuda))
 
     def placed(shapes: Sequence[tuple[int, int]], tiles: Any) -> tuple[dict[Any, Any], set[Any], list[int]]:
         matrices, meta = [matrix(*shape) for shape in sorted(shapes)], torch.device("meta")
@@ -146,7 +145,7 @@ def test_tiles_of_last_products_are_chosen_as_those_of_others(
     def batch_of(dtype: torch.dtype = torch.float16) -> Batch:
         with FakeTensorMode():
             x = torch.empty(2, *shape, dtype=dtype, device="cuda")
-        last_tile = tables_of_a_plan._last_tile(x, chosen_for)
+        last_tile = _muon_families._last_tile(x, chosen_for)
         return Batch(0, (2, *shape), x, x, last_tile, chosen_for)
 
     assert batch_of().takes_ping_pong is is_hoppers

@@ -16,11 +16,12 @@ pytest.importorskip("triton")
 from optim_kernels._kernels import muon_table as fields
 from optim_kernels._newton_schulz import chain as hopper_chain
 from optim_kernels._newton_schulz.chain_jobs import Ending
+from optim_kernels.functional import _muon_families
 from optim_kernels.functional import _muon_launches as launches_of_a_plan
-from optim_kernels.functional import _muon_tables as tables_of_a_plan
 from optim_kernels.functional._muon_batch_plan import MuonBatchPlan
+from optim_kernels.functional._muon_families import PANEL, ChainedBatches, num_rectangular
 from optim_kernels.functional._muon_matrices import MuonTensors
-from optim_kernels.functional._muon_tables import PANEL, ChainedBatches, MuonTables, num_rectangular
+from optim_kernels.functional._muon_tables import MuonTables
 
 
 class ChainInTorch:
@@ -79,7 +80,7 @@ def test_the_step_around_a_chain(variant: str, monkeypatch: pytest.MonkeyPatch) 
     runs = []
     for impl in ("triton", "torch"):
         if impl == "triton":
-            monkeypatch.setattr(tables_of_a_plan, "takes_step_chain", lambda *_: True)
+            monkeypatch.setattr(_muon_families, "takes_step_chain", lambda *_: True)
             monkeypatch.setattr(launches_of_a_plan, "StepChain", ChainInTorch)
         generator = torch.Generator().manual_seed(0)
         params = [nn.Parameter(0.1 * torch.randn(shape, generator=generator)) for shape in shapes]
@@ -143,7 +144,7 @@ def plan_on_an_h200(shapes: list[tuple[int, int]], variant: str, monkeypatch: py
     """The plan of bf16 parameters as on that GPU, whose tables are made without memory."""
     monkeypatch.setattr(hopper_chain, "has_gluon", lambda _: True)
     monkeypatch.setattr(hopper_chain, "num_multiprocessors", lambda _: 132)
-    monkeypatch.setattr(tables_of_a_plan, "takes_step_chain", takes_step_chain_on_a_gpu)
+    monkeypatch.setattr(_muon_families, "takes_step_chain", takes_step_chain_on_a_gpu)
     (group,) = TritonMuon([{"params": [nn.Parameter(torch.zeros(8, 8))], "variant": variant}]).param_groups
     tensors = []
     for shape in shapes:

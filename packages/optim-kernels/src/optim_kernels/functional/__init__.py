@@ -7,7 +7,8 @@ What is where:
     _adamw_scalars _adamw_tuning                  hyperparameters, sizes of chunks
     muon muon_plan                                Muon, and what it keeps from step to step:
     _muon_checks _muon_matrices                   what it asks of its lists, parameters as matrices,
-    _muon_batch_plan _muon_tables _muon_inputs    the step of many matrices, what stays of it, what changes,
+    _muon_batch_plan                              the step of many matrices,
+    _muon_families _muon_tables _muon_inputs      how they are sorted, what stays of a step, what changes,
     _muon_launches _muon_products _muon_chains    its launches, of single products, of all products in one,
     _muon_workspace _muon_explain                 its memory, and what is said of it
     muon_elements _element_launch                 Muon's elementwise parts alone

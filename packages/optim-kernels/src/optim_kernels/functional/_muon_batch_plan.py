@@ -28,6 +28,7 @@ from optim_kernels._newton_schulz.config import NSConfig, Tiles, check_tiles
 from optim_kernels._recording import ONE_AT_A_TIME, side_stream
 from optim_kernels.functional._lists import check_apart, check_shapes
 from optim_kernels.functional._muon_explain import tile_words
+from optim_kernels.functional._muon_families import families_of, in_order, moves_in_chain
 from optim_kernels.functional._muon_inputs import StepInputs
 from optim_kernels.functional._muon_launches import StepLaunches, StepOptions
 from optim_kernels.functional._muon_matrices import (
@@ -40,7 +41,7 @@ from optim_kernels.functional._muon_matrices import (
     is_aligned,
     matrices_of,
 )
-from optim_kernels.functional._muon_tables import MuonTables, families_of, in_order, moves_in_chain
+from optim_kernels.functional._muon_tables import MuonTables
 from optim_kernels.functional._muon_workspace import Workspace, nbytes_of_factors, nbytes_of_x
 from optim_kernels.multi_tensor import is_capturing
 from optim_kernels.reference.muon import MuonRule

@@ -11,8 +11,9 @@ from optim_kernels._newton_schulz.chain import Chain, ChainLaunch
 from optim_kernels._newton_schulz.chain_jobs import Ending, MatrixGroup, jobs_of
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.tiles import cdiv
+from optim_kernels.functional._muon_families import PANEL, ChainedBatches
 from optim_kernels.functional._muon_inputs import StepInputs
-from optim_kernels.functional._muon_tables import PANEL, ChainedBatches, MuonTables
+from optim_kernels.functional._muon_tables import MuonTables
 from optim_kernels.multi_tensor import DeviceTable
 
 

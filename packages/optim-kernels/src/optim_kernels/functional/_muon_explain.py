@@ -8,7 +8,7 @@ from optim_kernels._newton_schulz.config import NSConfig, Tiles
 from optim_kernels._newton_schulz.int8_start import starts_in_int8
 from optim_kernels._newton_schulz.tile_choice import choose_tile
 from optim_kernels._newton_schulz.tiles import PING_PONG, Tile, general_tile, symmetric_tile
-from optim_kernels.functional._muon_tables import Batch, ChainedBatches, Family
+from optim_kernels.functional._muon_families import Batch, ChainedBatches, Family
 
 
 def tile_words(families: Sequence[Family], chains: Sequence[ChainedBatches], ns: NSConfig, tiles: Tiles) -> list[str]:

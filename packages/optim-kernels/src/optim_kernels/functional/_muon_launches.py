@@ -19,10 +19,11 @@ from optim_kernels._newton_schulz.tile_choice import num_multiprocessors
 from optim_kernels._newton_schulz.tiles import PING_PONG, TILE_GROUP, cdiv
 from optim_kernels._triton import FUSED, TRITON_DTYPES, can_overlap
 from optim_kernels.functional._muon_chains import StepChain
+from optim_kernels.functional._muon_families import ChainedBatches, Family
 from optim_kernels.functional._muon_inputs import StepInputs
 from optim_kernels.functional._muon_matrices import MuonTensors
 from optim_kernels.functional._muon_products import LastProduct, StepProducts
-from optim_kernels.functional._muon_tables import ChainedBatches, Family, MuonTables
+from optim_kernels.functional._muon_tables import MuonTables
 from optim_kernels.reference.muon import MuonRule
 from optim_kernels.reference.storage import MASTER_KINDS
 

@@ -17,7 +17,8 @@ from optim_kernels._newton_schulz.copy_engine import empty_matrices
 from optim_kernels._newton_schulz.int8_start import first_step, starts_in_int8
 from optim_kernels._newton_schulz.product_launches import general_product
 from optim_kernels._newton_schulz.triton_products import TritonProducts
-from optim_kernels.functional._muon_tables import Batch, Family, MuonTables, num_rectangular
+from optim_kernels.functional._muon_families import Batch, Family, num_rectangular
+from optim_kernels.functional._muon_tables import MuonTables
 
 
 @dataclass(frozen=True)
