@@ -568,6 +568,12 @@ def test_no_gradient_is_scaled_where_one_cannot_be(clip: Any, last: Any) -> None
 
 def test_what_are_no_parameters_is_said() -> None:
     model = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="max_norm must be a number, got None"):
+        clip_grad_norm_(model.parameters(), None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"norm_type must be a number, got \[2\]"):
+        compute_global_grad_norm(model.parameters(), [2])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="total_norm must be a 0-d tensor, got None; get_total_norm returns it"):
+        clip_factor(None, 1.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"parameters must be tensors, got tuple among them; give model"):
         clip_grad_norm_(model.named_parameters(), 1.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="expected a tensor or an iterable of tensors, got a Linear"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from random_tensors import DEVICE
@@ -145,6 +146,71 @@ def test_kernels_refuse_sparse_tensors_by_name(name: str, how: str) -> None:
     words = r"\[1\] is torch\.sparse_coo; the kernels take dense tensors: give its to_dense\(\)$"
     refused({name: mixed}, how, ValueError, name + words)
     refused({name: mixed, "names": ["a", "b"]}, how, ValueError, f"{name[:-1]} of b is")
+
+
+@HOW
+@pytest.mark.parametrize("value", [torch.ones(4), np.ones(2), 0.5, "ab", (t for t in (torch.ones(4),))], ids=repr)
+@pytest.mark.parametrize("name", ["params", "grads", "exp_avgs", "masters", "indices", "starts"])
+def test_what_is_no_list_is_refused_by_name(name: str, value: Any, how: str) -> None:
+    """A single parameter's tensor in place of a list, above all."""
+    words = f"{name} must be a list, with one entry for each tensor, got a {type(value).__name__}"
+    refused({name: value}, how, TypeError, words)
+
+
+@pytest.mark.parametrize("name", ["params", "grads", "momentum_buffers", "second_moments", "views", "steps"])
+def test_muon_refuses_what_is_no_list_by_name(name: str) -> None:
+    lists: dict[str, Any] = {key: [torch.ones(4, 6)] for key in ("params", "grads", "momentum_buffers")}
+    with pytest.raises(TypeError, match=f"^{name} must be a list, with one entry for each tensor, got a Tensor"):
+        muon_(**{**lists, name: torch.ones(4, 6)}, lr=0.1)
+    assert all(torch.equal(x, torch.ones(4, 6)) for (x,) in lists.values())
+
+
+WRONG_KINDS = {
+    "sparse": (lambda x: x.to_sparse(), r"must be a dense tensor, got one in torch\.sparse_coo"),
+    "8 bits": (lambda x: x.to(torch.float8_e4m3fn), r"must be of 16 bits or more, got torch\.float8_e4m3fn"),
+}
+WRITTEN = ["params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"]
+
+
+@pytest.mark.parametrize(("name", "kind"), [*((name, "sparse") for name in WRITTEN), ("params", "8 bits")])
+def test_the_reference_writes_no_tensors_of_other_kinds(name: str, kind: str) -> None:
+    """torch's operators refused them when others had moved."""
+    change, words = WRONG_KINDS[kind]
+    ones = torch.ones(4, device=DEVICE)
+    refused({name: [ones.clone(), change(ones)]}, "torch", ValueError, rf"{name}\[1\] {words}")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "sparse") for name in ("params", "momentum_buffers", "masters", "updates")),
+        *((name, "8 bits") for name in ("params", "updates")),
+    ],
+)
+def test_muon_writes_no_tensors_of_other_kinds(name: str, kind: str) -> None:
+    change, words = WRONG_KINDS[kind]
+    lists: dict[str, Any] = {key: [torch.ones(4, 6) for _ in range(2)] for key in ("params", "momentum_buffers")}
+    grads, before = [torch.ones(4, 6)] * 2, copy.deepcopy(lists)
+    wrong = {**lists, name: [torch.ones(4, 6), change(torch.ones(4, 6))]}
+    with pytest.raises(ValueError, match=rf"^{name}\[1\] {words}"):
+        if name == "updates":
+            apply_muon_update_(lists["params"], wrong["updates"], lr=0.1)
+        else:
+            muon_(wrong["params"], grads, wrong["momentum_buffers"], masters=wrong.get("masters"), lr=0.1)
+    assert all(torch.equal(*pair) for key, value in before.items() for pair in zip(value, lists[key]))
+
+
+@HOW
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        (torch.tensor(True), r"steps\[1\] must be a number that counts, got torch\.bool"),
+        (torch.zeros(1).to_sparse(), r"steps\[1\] must be a dense tensor, got one in torch\.sparse_coo"),
+    ],
+    ids=["bool", "sparse"],
+)
+def test_counts_that_cannot_be_advanced_are_refused(count: Tensor, words: str, how: str) -> None:
+    refused({"steps": [torch.zeros((), device=DEVICE), count.to(DEVICE)]}, how, ValueError, words)
 
 
 @pytest.mark.parametrize("name", ["exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"])

@@ -115,6 +115,7 @@ def check_scalar_tensors(**numbers: object) -> None:
             raise TypeError(
                 f"{name} must be a 0-d tensor, got {number!r}; give torch.tensor({number!r}), on the parameters' device"
             )
+        check_layout(name, number)
         if number.numel() != 1:
             raise ValueError(
                 f"{name} must be a 0-d tensor, one number for all gradients, got shape {tuple(number.shape)}"

@@ -51,6 +51,7 @@ def clip_grad_norm_(
 
     The arguments are torch's; norm and errors are those of `get_total_norm`.
     """
+    _check_numbers(max_norm=max_norm, norm_type=norm_type)
     parameters = _parameters(parameters)
     gradients = _gradients(parameters)
     if foreach is None and gradients and not error_if_nonfinite:
@@ -82,8 +83,9 @@ def get_total_norm(
 
     Raises:
         RuntimeError: with ``error_if_nonfinite`` (which synchronises), if the norm is NaN or infinite.
-        TypeError: something else in place of a tensor: leave out parameters without a gradient.
+        TypeError: something else in place of a tensor, or of a number: leave out parameters without a gradient.
     """
+    _check_numbers(norm_type=norm_type)
     tensors, norm_type = _as_list(tensors), float(norm_type)
     try:
         if foreach is None and tensors and not error_if_nonfinite:
@@ -151,9 +153,12 @@ def clip_factor(total_norm: Tensor, max_norm: float) -> Tensor:
     """``min(1, max_norm / (total_norm + 1e-6))``, 0-d on the norm's device; NaN if the norm is.
 
     Raises:
-        TypeError: a norm that is no tensor.
+        TypeError: a norm that is no tensor, or a limit that is no number.
         ValueError: one that is not one real number.
     """
+    _check_numbers(max_norm=max_norm)
+    if total_norm is None:
+        raise TypeError("total_norm must be a 0-d tensor, got None; get_total_norm returns it")
     check_scalar_tensors(total_norm=total_norm)
     if total_norm.ndim:
         # a factor with a dimension would broadcast a 0-d gradient to it
@@ -185,6 +190,13 @@ def sum_of_squares(tensors: Tensors, *, out: Tensor | None = None) -> Tensor:
         _refuse_others(tensors)
         raise
     return total if out is None else out.copy_(total)
+
+
+def _check_numbers(**numbers: object) -> None:
+    """Raise ``TypeError`` for what ``float()`` does not take, in words that name it; texts it does, as in torch."""
+    for name, number in numbers.items():
+        if not isinstance(number, float | int | str) and not hasattr(number, "__float__"):
+            raise TypeError(f"{name} must be a number, got {number!r}")
 
 
 def _refuse_others(tensors: Sequence[Tensor]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from optim_kernels._dtensors import has_dtensors, is_dtensor, replicates_implicitly
 from optim_kernels._memory import has_overlaps, sharing_memory
+from optim_kernels._options import check_layout
 
 
 class Layout(NamedTuple):
@@ -37,10 +38,21 @@ class Layout(NamedTuple):
 
 
 def check_lengths(count: int, of: str, **lists: Sequence[Any] | None) -> None:
-    """Raise ``ValueError`` unless each list that is given has ``count`` entries, one for each of ``of``."""
+    """Raise unless each list that is given has ``count`` entries, one for each of ``of``."""
     for name, each in lists.items():
-        if each is not None and len(each) != count:
+        if each is None:
+            continue
+        check_list(name, each)
+        if len(each) != count:
             raise ValueError(f"{name} must have one entry for each of the {count} {of}, got {len(each)}")
+
+
+def check_list(name: str, value: object) -> None:
+    """Raise ``TypeError`` for a single tensor, an array, or whatever else has no entries to go through by place."""
+    if type(value) is list:
+        return
+    if isinstance(value, str) or not hasattr(value, "__len__") or hasattr(value, "__array__"):
+        raise TypeError(f"{name} must be a list, with one entry for each tensor, got a {type(value).__name__}")
 
 
 def check_tensors(**lists: Sequence[Any] | None) -> None:
@@ -65,6 +77,22 @@ def check_floating(**lists: Sequence[Tensor] | None) -> None:
         for i, tensor in enumerate(each or ()):
             if not tensor.is_floating_point():
                 raise ValueError(f"{name}[{i}] must be of a real floating dtype, got {tensor.dtype}")
+
+
+def check_strided(**lists: Sequence[Tensor | None] | None) -> None:
+    """Raise ``ValueError`` for a tensor that is sparse, or whose layout is another library's."""
+    for name, each in lists.items():
+        for i, tensor in enumerate(each or ()):
+            if tensor is not None and tensor.layout != torch.strided:
+                check_layout(f"{name}[{i}]", tensor)
+
+
+def check_computable(**lists: Sequence[Tensor]) -> None:
+    """Raise ``ValueError`` for floats of 8 bits, in which torch does not compute."""
+    for name, each in lists.items():
+        for i, tensor in enumerate(each):
+            if tensor.dtype.itemsize < 2:
+                raise ValueError(f"{name}[{i}] must be of 16 bits or more, got {tensor.dtype}; convert it")
 
 
 def check_whole(**lists: Sequence[Any] | None) -> None:
@@ -98,6 +126,9 @@ def check_counts(steps: object) -> None:
             f"steps must be a 0-d tensor, or one for each of the params, that counts the steps so far, got {steps!r}"
         )
     check_flags(steps=counts)
+    for i, count in enumerate(counts):
+        if count.dtype == torch.bool or count.is_complex():
+            raise ValueError(f"steps[{i}] must be a number that counts, got {count.dtype}")
 
 
 def check_flags(**lists: Sequence[Any] | None) -> None:
@@ -108,6 +139,7 @@ def check_flags(**lists: Sequence[Any] | None) -> None:
                 continue
             if not isinstance(flag, Tensor):
                 raise TypeError(f"{name}[{i}] must be a 0-d tensor, got {flag!r}")
+            check_layout(f"{name}[{i}]", flag)
             if flag.numel() != 1:
                 raise ValueError(f"{name}[{i}] must be a 0-d tensor, got shape {tuple(flag.shape)}")
 
@@ -152,7 +184,8 @@ def check_spread(like: Sequence[Tensor], of: str, **lists: Sequence[Tensor | Non
 
 
 def check_writable(**lists: Sequence[Tensor | None] | None) -> None:
-    """Raise ``ValueError`` where several elements of a tensor share one place, which torch refuses to write."""
+    """Raise ``ValueError`` for a tensor that cannot be written: sparse, or with several elements at one place."""
+    check_strided(**lists)
     for name, each in lists.items():
         for i, tensor in enumerate(each or ()):
             if tensor is not None and has_overlaps(tensor):

@@ -12,8 +12,10 @@ from optim_kernels._dtensors import is_wrapper
 from optim_kernels._impl import Impl, check_impl, use_triton
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels.functional._lists import (
+    check_computable,
     check_floating,
     check_lengths,
+    check_list,
     check_masters,
     check_shapes,
     check_tensors,
@@ -59,6 +61,7 @@ def check_step(
     check_masters(params, masters)
     check_shapes(params, "params", grads=grads, momentum_buffers=momentum_buffers, masters=masters)
     check_floating(params=params)
+    check_computable(params=params)
     check_writable(params=params, masters=masters)
     check_whole(steps=steps, indices=indices)
     found = check_update(grads, momentum_buffers, ns=ns, second_moments=second_moments, views=views, impl=impl)
@@ -89,6 +92,7 @@ def check_update(
     check_impl(impl)
     if not isinstance(ns, NSConfig | None):
         raise TypeError(f"ns must be an NSConfig or None, got {ns!r}; give NSConfig(coefficients=...)")
+    check_list("grads", grads)
     check_lengths(len(grads), "grads", momentum_buffers=momentum_buffers, second_moments=second_moments, views=views)
     check_tensors(grads=grads, momentum_buffers=momentum_buffers, second_moments=second_moments)
     check_whole_matrices(grads=grads, momentum_buffers=momentum_buffers, second_moments=second_moments)

@@ -22,11 +22,13 @@ from optim_kernels._options import (
     check_values,
 )
 from optim_kernels.functional._lists import (
+    check_computable,
     check_counts,
     check_dense,
     check_flags,
     check_floating,
     check_lengths,
+    check_list,
     check_masters,
     check_normal,
     check_shapes,
@@ -101,6 +103,7 @@ def adamw_(
             among other tensors. Their local parts can be stepped.
         RuntimeError: ``impl="triton"`` where the kernels cannot run.
     """
+    check_list("params", params)
     if not params:
         check_lengths(0, "params", grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs)
         return
@@ -112,14 +115,14 @@ def adamw_(
     # the kernels can update whatever a plan was made for
     planned = plan is not None and impl != "torch" and plan.is_for(params)
     # an empty list stands for none, as in torch's own functions
-    more_state: dict[str, Any] = {"max_exp_avg_sqs": max_exp_avg_sqs or None, "masters": masters or None}
+    more_state = _filled(max_exp_avg_sqs=max_exp_avg_sqs, masters=masters)
     hyper: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
     scaling: dict[str, Any] = {
         "grad_scale": whole(grad_scale),
         "found_inf": whole(found_inf),
         "clip_factor": whole(clip_factor),
     }
-    places: dict[str, Any] = {"indices": indices, "starts": starts or None, "present": present or None}
+    places = {"indices": indices, **_filled(starts=starts, present=present)}
     rounding: dict[str, Any] = {"stochastic_rounding": stochastic_rounding, "seed": seed}
 
     lists: dict[str, Any] = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, **more_state}
@@ -162,6 +165,14 @@ def adamw_(
     torch.autograd.graph.increment_version(params)
 
 
+def _filled(**lists: Sequence[Any] | None) -> dict[str, Any]:
+    """The lists, with ``None`` for empty ones."""
+    for name, each in lists.items():
+        if each is not None:
+            check_list(name, each)
+    return {name: each or None for name, each in lists.items()}
+
+
 def _check_arguments(
     params: Sequence[Tensor], *, hyper: Mapping[str, Any], steps: Any, seed: object, **lists: Sequence[Any] | None
 ) -> None:
@@ -192,6 +203,7 @@ def _check_for_torch(
     moments = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "max_exp_avg_sqs": max_exp_avg_sqs}
     check_tensors(**moments)
     check_floating(params=params, grads=grads, **moments)
+    check_computable(params=params)
     check_spread(params, "params", grads=grads, **moments, masters=masters)
     _check_grads(params, grads)
     check_masters(params, masters)

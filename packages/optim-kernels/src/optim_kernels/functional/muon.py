@@ -26,12 +26,15 @@ from optim_kernels._options import (
 )
 from optim_kernels.functional._device_scalars import brought_to
 from optim_kernels.functional._lists import (
+    check_computable,
     check_floating,
     check_lengths,
+    check_list,
     check_masters,
     check_normal,
     check_shapes,
     check_spread,
+    check_strided,
     check_tensors,
     check_whole,
     check_writable,
@@ -127,6 +130,7 @@ def muon_(
         RuntimeError: ``impl="triton"`` where the kernels cannot run; a step that a CUDA graph captures with
             ``stochastic_rounding``, or with a plan that has not run it before.
     """
+    check_list("params", params)
     check_switches(stochastic_rounding=stochastic_rounding)
     check_seed(seed)
     if stochastic_rounding and steps is None:
@@ -297,12 +301,15 @@ def apply_muon_update_(
     check_scale(scale)
     check_switches(cautious=cautious)
     check_scalars(lr=lr, weight_decay=weight_decay)
+    check_list("params", params)
     check_lengths(len(params), "params", updates=updates, views=views, masters=masters, bits=bits)
     check_tensors(params=params, updates=updates)
     check_spread(params, "params", updates=updates, masters=masters)
     check_masters(params, masters)
     check_shapes(params, "params", updates=updates, masters=masters)
     check_floating(params=params, updates=updates)
+    check_computable(params=params, updates=updates)
+    check_strided(updates=updates)
     check_writable(params=params, masters=masters)
     all_views = views_of(views, params, "params")
     check_layouts(all_views, params=params, updates=updates, masters=masters)

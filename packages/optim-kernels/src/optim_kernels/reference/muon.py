@@ -28,7 +28,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from optim_kernels._options import check_switches
+from optim_kernels._options import check_switches, is_one_of
 from optim_kernels.reference.newton_schulz import frobenius_norm
 
 Scalar: TypeAlias = float | Tensor
@@ -69,7 +69,7 @@ class MuonRule:
 
 def check_scale(rule: str) -> None:
     """Raise ``ValueError`` unless ``rule`` is a `ScaleRule`."""
-    if rule not in get_args(ScaleRule):
+    if not is_one_of(rule, get_args(ScaleRule)):
         raise ValueError(f"scale must be one of {get_args(ScaleRule)}, got {rule!r}")
 
 
