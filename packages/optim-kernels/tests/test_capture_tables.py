@@ -11,7 +11,7 @@ import torch
 from random_tensors import DEVICE, assert_same_bits
 from torch import nn
 
-from optim_kernels import NSConfig, TritonAdamW, TritonMuon, functional, multi_tensor, newton_schulz
+from optim_kernels import NSConfig, TritonAdamW, TritonMuon, _graphs, functional, multi_tensor, newton_schulz
 from optim_kernels._newton_schulz import chain
 from optim_kernels.multi_tensor import DeviceTable
 
@@ -84,7 +84,7 @@ def test_what_a_graph_reads_is_kept_and_not_written_again(sizes: list[int], monk
     assert optimizer._prepared.kernels is not None
     (launch,) = optimizer._prepared.kernels.plan._launches
     read = [tensor.untyped_storage() for tensor in launch._tensors()]
-    kept = {tensor.untyped_storage().data_ptr() for tensor in multi_tensor._OWNED_BY_GRAPHS}
+    kept = {tensor.untyped_storage().data_ptr() for tensor in _graphs._OWNED_BY_GRAPHS}
     assert {storage.data_ptr() for storage in read} <= kept
     table = launch._scalars_view
     content = table.clone()

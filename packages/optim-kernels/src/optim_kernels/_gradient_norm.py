@@ -12,11 +12,11 @@ from torch import Tensor
 
 from optim_kernels import reference
 from optim_kernels._dtensors import is_wrapper
+from optim_kernels._graphs import is_capturing, is_cuda
 from optim_kernels._impl import Impl, use_triton
 from optim_kernels._memory import is_dense
 from optim_kernels._norm_launches import NormLaunches
 from optim_kernels._tensor_lists import KnownKinds, TensorList
-from optim_kernels.multi_tensor import is_capturing, is_cuda
 
 # How many lists of one length a ``GradientNorms`` with ``any_stream`` remembers, keyed by their first address; and of
 # how many lengths, dtypes, devices and streams any remembers some.

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from optim_kernels._graphs import is_capturing, keep_for_graphs
 from optim_kernels._memory import ALIGNMENT
-from optim_kernels.multi_tensor import ChunkMap, ChunkSize, DeviceTable, is_capturing, keep_for_graphs
+from optim_kernels.multi_tensor import ChunkMap, ChunkSize, DeviceTable
 
 if TYPE_CHECKING:
     from optim_kernels._triton import Launch

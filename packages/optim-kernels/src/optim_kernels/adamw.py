@@ -16,6 +16,7 @@ from torch.optim.optimizer import ParamsT
 
 from optim_kernels._dtensors import gradients_of
 from optim_kernels._gradient_norm import GradientNorms
+from optim_kernels._graphs import is_capturing, is_capturing_here
 from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizers.adamw_checkpoints import as_saved, as_torchs
 from optim_kernels._optimizers.adamw_options import (
@@ -44,11 +45,10 @@ from optim_kernels._optimizers.group_clipping import (
 )
 from optim_kernels._optimizers.inference import out_of_inference_mode
 from optim_kernels._optimizers.private_state import KnowsNorm, PrivateState, of_its_own
-from optim_kernels._optimizers.stepping import begin_step, hooked_step, is_capturing_here
+from optim_kernels._optimizers.stepping import begin_step, hooked_step
 from optim_kernels._optimizers.storage import MasterWeights, check_dtype, drop_other_masters, missing_master
 from optim_kernels._options import are_numbers, check_scalars
 from optim_kernels.functional.adamw_plan import AdamWPlan
-from optim_kernels.multi_tensor import is_capturing
 from optim_utils.compiling import not_compiled
 
 __all__ = ["TritonAdamW"]

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from optim_kernels._graphs import is_capturing, keep_for_graphs
 
 # optim-dist 0.12 takes these from here
 from optim_kernels._memory import has_overlaps as has_overlaps
@@ -117,28 +118,6 @@ def upload(content: bytes, on_device: Tensor) -> None:
     if capturing:
         # a copy that is captured is repeated by every replay, from the same source
         keep_for_graphs(on_device, pinned)
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether launches on the device are being captured into a CUDA graph."""
-    # fake tensors may be on a GPU that this machine lacks
-    return is_cuda(device) and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-@cache
-def is_cuda(device: torch.device) -> bool:
-    """Whether the device is a GPU; cached, because ``device.type`` takes three times as long."""
-    return device.type == "cuda"
-
-
-# Tensors that captured graphs read, alive as long as the process, since nothing tells when a graph is gone. Most are
-# small: tables and counters, never parameters, but also copies of gradients that lie otherwise than their parameter.
-_OWNED_BY_GRAPHS: list[Tensor] = []
-
-
-def keep_for_graphs(*tensors: Tensor) -> None:
-    """Keep tensors that a captured launch reads, for the graph's replays."""
-    _OWNED_BY_GRAPHS.extend(tensors)
 
 
 def _empty_words(count: int, device: torch.device) -> Tensor:

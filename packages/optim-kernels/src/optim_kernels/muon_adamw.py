@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from optim_kernels._dtensors import gradients_of
 from optim_kernels._gradient_norm import GradientNorms
+from optim_kernels._graphs import is_capturing
 from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizers.adamw_options import (
     check_adamw_ranges,
@@ -42,7 +43,6 @@ from optim_kernels._optimizers.stepping import begin_step, hooked_step
 from optim_kernels._optimizers.storage import check_dtype, drop_other_masters
 from optim_kernels._options import check_switches
 from optim_kernels.functional import adamw_
-from optim_kernels.multi_tensor import is_capturing
 from optim_utils.compiling import not_compiled
 
 __all__ = ["TritonMuonAdamW"]

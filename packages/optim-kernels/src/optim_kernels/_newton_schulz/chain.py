@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from optim_kernels._graphs import is_capturing, keep_for_graphs
 from optim_kernels._kernels.normalize import Start
 from optim_kernels._newton_schulz.block_launch import BlockLaunch
 from optim_kernels._newton_schulz.buffers import Xs
@@ -35,7 +36,6 @@ from optim_kernels._newton_schulz.copy_engine import empty_matrices, is_readable
 from optim_kernels._newton_schulz.tile_choice import has_gluon, num_multiprocessors
 from optim_kernels._newton_schulz.tiles import PING_PONG, cdiv
 from optim_kernels._triton import Cluster, has_short_launch
-from optim_kernels.multi_tensor import is_capturing, keep_for_graphs
 
 # Tiles per multiprocessor, of a symmetric product over all matrices, from which a chain is faster than a launch per
 # product. With fewer, smaller tiles are faster, or for short sides beyond SMALL_SIDE lone tiles.

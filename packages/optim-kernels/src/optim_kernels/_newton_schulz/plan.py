@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from optim_kernels._graphs import ONE_AT_A_TIME, side_stream
 from optim_kernels._kernels.normalize import Norm, Start, apply_row_factors, size_of_room
 from optim_kernels._newton_schulz.buffers import Buffers
 from optim_kernels._newton_schulz.chain import ChainPlan, takes_chain
@@ -38,7 +39,6 @@ from optim_kernels._newton_schulz.int8_start import first_step, starts_in_int8
 from optim_kernels._newton_schulz.product_launches import general_product, symmetric_product
 from optim_kernels._newton_schulz.tile_choice import finds_norm, takes_factors, takes_pairs
 from optim_kernels._newton_schulz.tiles import cdiv
-from optim_kernels._recording import ONE_AT_A_TIME, side_stream
 
 # Flops under which the products' launches take longer than the products.
 MOST_REPLAYED_FLOPS = 6e11

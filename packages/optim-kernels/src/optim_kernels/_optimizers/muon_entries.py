@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import is_dtensor, is_wrapper, local, spread_as
+from optim_kernels._graphs import is_capturing
 from optim_kernels._optimizers.fitting import refuse, what_is_missing, why_no_master, why_no_numbers, why_unfit
 from optim_kernels._optimizers.inference import out_of_inference_mode
 from optim_kernels._optimizers.muon_options import check_choices, check_param, ns_config_of, rule_of, view_of
@@ -23,7 +24,6 @@ from optim_kernels._optimizers.storage import (
 )
 from optim_kernels.functional._muon_checks import check_kernels, num_second_moments
 from optim_kernels.functional.muon import muon_, new_second_moment
-from optim_kernels.multi_tensor import is_capturing
 from optim_kernels.reference.muon import wide_dtype
 from optim_utils.param_groups import MatrixView
 

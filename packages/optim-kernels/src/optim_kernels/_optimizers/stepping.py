@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from optim_kernels._dtensors import whole
+from optim_kernels._graphs import is_capturing_here
 from optim_kernels._options import check_scalar_tensors
 from optim_utils.compiling import not_compiled
 
@@ -58,12 +59,6 @@ def _hooks_ran_outside(optimizer: Optimizer, step: Callable[..., Any]) -> bool:
     """Whether ``step`` is called by a subclass's own step, which torch has wrapped."""
     outer = type(optimizer).step
     return getattr(outer, "hooked", False) and unwrap(outer, stop=lambda inner: inner is step) is not step
-
-
-def is_capturing_here() -> bool:
-    """Whether the current stream is being captured into a CUDA graph."""
-    # nothing is captured before CUDA is initialised, which is cheaper to find out
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def begin_step(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import is_wrapper
+from optim_kernels._graphs import is_capturing, keep_for_graphs
 from optim_kernels._memory import ALIGNMENT, is_aligned
 from optim_kernels._options import are_numbers, check_scalars, check_switches, check_values
 from optim_kernels._tensor_lists import TensorList
@@ -26,7 +27,7 @@ from optim_kernels.functional._adamw_tensor import PlannedTensor, addresses
 from optim_kernels.functional._adamw_tuning import Tuning, code_chunks, division_of_one, tuning, tuning_of_one
 from optim_kernels.functional._device_scalars import as_scalar, on_device, readable
 from optim_kernels.functional._lists import description
-from optim_kernels.multi_tensor import ChunkMap, ChunkSize, DeviceTable, is_capturing, keep_for_graphs
+from optim_kernels.multi_tensor import ChunkMap, ChunkSize, DeviceTable
 from optim_kernels.reference.adamw import AdamWScalars
 from optim_kernels.reference.storage import MASTER_KINDS
 

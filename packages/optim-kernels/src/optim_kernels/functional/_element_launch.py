@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import is_wrapper
+from optim_kernels._graphs import is_capturing, keep_for_graphs
 from optim_kernels._impl import KERNEL_DTYPES, why_not_triton
 from optim_kernels._memory import ALIGNMENT, sharing_memory
 from optim_kernels._tensor_lists import KnownKinds
 from optim_kernels.functional._device_scalars import on_device, readable
 from optim_kernels.functional._lists import check_lengths, description
-from optim_kernels.multi_tensor import ChunkMap, ChunkSize, DeviceTable, is_capturing, keep_for_graphs
+from optim_kernels.multi_tensor import ChunkMap, ChunkSize, DeviceTable
 from optim_kernels.reference.muon import Scalar
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from optim_kernels._graphs import ONE_AT_A_TIME, is_capturing, side_stream
 from optim_kernels._memory import ALIGNMENT
 from optim_kernels._newton_schulz.chain import needs_step_chain
 from optim_kernels._newton_schulz.config import NSConfig, Tiles, check_tiles
-from optim_kernels._recording import ONE_AT_A_TIME, side_stream
 from optim_kernels.functional._lists import check_apart, check_shapes
 from optim_kernels.functional._muon_explain import tile_words
 from optim_kernels.functional._muon_families import families_of, in_order, moves_in_chain
@@ -43,7 +43,6 @@ from optim_kernels.functional._muon_matrices import (
 )
 from optim_kernels.functional._muon_tables import MuonTables
 from optim_kernels.functional._muon_workspace import Workspace, nbytes_of_factors, nbytes_of_x
-from optim_kernels.multi_tensor import is_capturing
 from optim_kernels.reference.muon import MuonRule
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import is_wrapper
+from optim_kernels._graphs import is_capturing
 from optim_kernels._impl import Impl, check_impl, use_triton
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels.functional._lists import (
@@ -24,7 +25,6 @@ from optim_kernels.functional._lists import (
     check_writable,
     description,
 )
-from optim_kernels.multi_tensor import is_capturing
 from optim_kernels.reference.muon import second_moment_shape, wide_dtype
 from optim_utils.param_groups import MatrixView
 

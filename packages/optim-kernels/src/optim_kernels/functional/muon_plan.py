@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from optim_kernels._graphs import is_capturing
 from optim_kernels._impl import Impl, why_not_grouped_on
 from optim_kernels._memory import is_aligned
 from optim_kernels._newton_schulz.config import NSConfig, Tiles, check_tiles
@@ -21,7 +22,7 @@ from optim_kernels._options import check_seed, check_switches
 from optim_kernels._tensor_lists import KnownAddresses, KnownKinds
 from optim_kernels.functional._lists import are_same, check_shapes, check_tensors, check_whole
 from optim_kernels.functional._muon_checks import Views, check_step
-from optim_kernels.multi_tensor import is_capturing, upload
+from optim_kernels.multi_tensor import upload
 from optim_kernels.reference.muon import MuonRule, Scalar, ScaleRule
 from optim_utils.compiling import not_compiled
 from optim_utils.param_groups import MatrixView
