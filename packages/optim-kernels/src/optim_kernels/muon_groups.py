@@ -16,10 +16,10 @@ from optim_kernels._optimizers.muon_options import (
     ns_config_of,
     rule_of,
     variant_options,
-    view_of,
 )
 from optim_kernels._optimizers.muon_planner import MuonPlanner
 from optim_kernels._optimizers.muon_steady import KnownOptions
+from optim_kernels._optimizers.muon_views import view_of
 from optim_kernels.functional._muon_workspace import Workspace, workspace_for
 from optim_kernels.states import make_groups_plain, with_dtypes
 

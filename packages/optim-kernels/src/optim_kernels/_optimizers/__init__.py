@@ -12,7 +12,8 @@ What is where:
     adamw_paths adamw_step                    what updates a parameter; the prepared step, with the kernels' part
     adamw_steady                              taking a step like the one before
     adamw_parts adamw_torch                   plain torch's part, and its step
-    muon_base muon_options muon_entries       what Muon's classes share, their options, and matrices
+    muon_base muon_options                    what Muon's classes share, their options
+    muon_views muon_entries                   how parameters are matrices; what a step needs of each
     muon_batches muon_planner muon_steady     what is stepped together, its step, recognising one like the one before
     muon_explain                              what is said of it
     adamw_checkpoints nanochat_checkpoints    what AdamW's state dicts hold, and those of another optimizer

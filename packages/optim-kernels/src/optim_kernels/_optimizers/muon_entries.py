@@ -13,7 +13,8 @@ from optim_kernels._dtensors import is_dtensor, is_wrapper, local, spread_as
 from optim_kernels._graphs import is_capturing
 from optim_kernels._optimizers.fitting import refuse, what_is_missing, why_no_master, why_no_numbers, why_unfit
 from optim_kernels._optimizers.inference import out_of_inference_mode
-from optim_kernels._optimizers.muon_options import check_choices, check_param, ns_config_of, rule_of, view_of
+from optim_kernels._optimizers.muon_options import check_choices, check_param, ns_config_of, rule_of
+from optim_kernels._optimizers.muon_views import view_of
 from optim_kernels._optimizers.storage import (
     MASTERS,
     drop_other_masters,

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from optim_kernels._optimizers.muon_batches import why_not_grouped
 from optim_kernels._optimizers.muon_entries import explained_entry
-from optim_kernels._optimizers.muon_options import ns_config_of, view_of
+from optim_kernels._optimizers.muon_options import ns_config_of
+from optim_kernels._optimizers.muon_views import view_of
 
 if TYPE_CHECKING:
     from optim_kernels.functional._muon_batch_plan import MuonBatchPlan

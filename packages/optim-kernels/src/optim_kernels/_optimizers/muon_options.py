@@ -1,7 +1,7 @@
-"""Muon parameter groups: options and their checks, published variants, how parameters are read as matrices.
+"""Muon parameter groups: options and their checks, and the published variants.
 
 `TritonMuon` and `TritonMuonAdamW` share this. An optimizer's group is the torch dict of hyperparameters; here it is
-read as a `MuonRule`, an `NSConfig` and one `MatrixView` a parameter.
+read as a `MuonRule`, an `NSConfig` and one `MatrixView` a parameter (`muon_views`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from optim_kernels._dtensors import is_wrapper
 from optim_kernels._impl import check_impl
 from optim_kernels._newton_schulz.coefficients import COEFFICIENTS
 from optim_kernels._newton_schulz.config import NSConfig, config_of, values_of
+from optim_kernels._optimizers.muon_views import view_of
 from optim_kernels._optimizers.storage import MOMENT_DTYPES, check_dtype, check_master, check_master_weights
 from optim_kernels._options import (
     are_numbers,
@@ -30,7 +30,6 @@ from optim_kernels._options import (
     is_one_of,
 )
 from optim_kernels.reference.muon import MuonRule, ScaleRule
-from optim_utils.param_groups import MatrixView
 
 MissingGrad = Literal["skip", "zero", "raise"]
 KELLER = COEFFICIENTS["keller"][0]
@@ -231,78 +230,9 @@ def check_param(param: Tensor, group: Mapping[str, Any], name: str) -> None:
     check_master(param, name, group["master_weights"])
 
 
-def view_of(param: Tensor, group: Mapping[str, Any], index: int, name: str) -> MatrixView:
-    """How parameter ``index`` of the group is read as matrices."""
-    view = group["views"][index] if group["views"] is not None else None
-    if view is not None:
-        if not isinstance(view, MatrixView):
-            raise TypeError(f"the view of {name} must be a MatrixView or None, got {view!r}")
-        if group["split_rows"] is not None:
-            raise ValueError(f"{name} has both a view and split_rows={group['split_rows']}; the view can say it all")
-        if tuple(view.shape) != tuple(param.shape):
-            raise ValueError(f"the view of {name} is of shape {view.shape}, the parameter is {tuple(param.shape)}")
-        return _checked_view(view, param, name)
-    shape, nd = tuple(param.shape), group["nd"]
-    if len(shape) < 2:
-        raise ValueError(f"Muon takes matrices, got {name} of shape {shape}; give it to AdamW")
-    if len(shape) > 3 and nd is None:
-        raise ValueError(
-            f"Muon only supports 2D parameters and batches of them, whereas {name} has size {shape}; choose "
-            "nd='flatten' (out, the rest) or nd='batch' (the last two dimensions)"
-        )
-    least = {"flatten": 3, "convolution": 4}.get(nd or "", len(shape) + 1)
-    matrix_shape = (shape[0], math.prod(shape[1:])) if len(shape) >= least else ()
-    return _checked_view(_split_view(shape, matrix_shape, group["split_rows"], name), param, name)
-
-
 def check_muon_group(group: Mapping[str, Any], names: Mapping[Tensor, str], *, loaded: bool = False) -> None:
     """Raise where Muon cannot take the group's options or one of its parameters; ``loaded`` as in `check_group`."""
     check_group(group, loaded=loaded)
     for index, param in enumerate(group["params"]):
         check_param(param, group, names[param])
         view_of(param, group, index, names[param])
-
-
-def _checked_view(view: MatrixView, param: Tensor, name: str) -> MatrixView:
-    """The view, if the parameter's strides allow it; all strides allow a view without ``matrix_shape``."""
-    if view.matrix_shape and not is_wrapper(param):
-        try:
-            view.views(param.detach())
-        except ValueError as error:
-            raise ValueError(
-                f"{name} cannot be read as matrices: {error}, or a view of its memory order, which "
-                "optim_utils.param_groups.route_parameters makes"
-            ) from error
-    return view
-
-
-def _split_view(shape: tuple[int, ...], matrix_shape: tuple[int, ...], split_rows: object, name: str) -> MatrixView:
-    rows = (matrix_shape or shape)[-2]
-    if split_rows is None:
-        return _view(shape, matrix_shape)
-    # True is an int: every row would be a matrix of its own
-    # arrays and tensors have no numbers of Python's, and without dimensions cannot be gone through
-    blocks = tuple(split_rows) if isinstance(split_rows, Sequence) else (split_rows,)
-    if any(isinstance(block, bool) or not isinstance(block, int) for block in blocks):
-        raise ValueError(
-            f"split_rows must be None, a number of rows or a sequence of such, got {split_rows!r} for {name}"
-        )
-    if isinstance(split_rows, int):
-        if split_rows < 1 or rows % split_rows:
-            raise ValueError(f"the {rows} rows of {name} do not divide into blocks of split_rows={split_rows}")
-        # without rows there are no blocks, but one empty matrix
-        return _view(shape, matrix_shape, num_heads=(rows // split_rows,) if rows else ())
-    if sum(blocks) != rows or min(blocks, default=1) < 1:
-        raise ValueError(f"split_rows={blocks} must be positive numbers that add up to the {rows} rows of {name}")
-    return _view(shape, matrix_shape, split=blocks)
-
-
-@lru_cache(maxsize=1024)
-def _view(
-    shape: tuple[int, ...],
-    matrix_shape: tuple[int, ...],
-    *,
-    split: tuple[int, ...] = (),
-    num_heads: tuple[int, ...] = (),
-) -> MatrixView:
-    return MatrixView(shape=shape, matrix_shape=matrix_shape, split=split, num_heads=num_heads)
