@@ -32,6 +32,18 @@ def test_latency_and_bandwidth_of_an_exchange_are_recovered(latency: float, band
         assert topology.rank_bandwidth == pytest.approx(bandwidth, rel=1.5 * noise + 1e-6)
 
 
+def test_plans_name_a_measured_model_by_its_own_id() -> None:
+    curves = measured(30e-6, 300e9, 0.1)
+    # quicker than the exchange for few bytes, and for many
+    curves["all_gather"] = [(b, 0.7 * s) for b, s in curves["all_to_all"][:3]]
+    curves["send_recv"] = [(b, 0.9 * s) for b, s in curves["all_to_all"][-3:]]
+    model = _model(curves, RANKS, "gloo", 1e12)
+    made = plan((64, 64), "bf16", Layout(Mesh(RANKS), [0, None]), Layout(Mesh(RANKS), [None, 0]), cost_model=model)
+    assert made.model == model.id == CommModel.from_json(model.to_json()).id
+    latency, bandwidth = model.topology.latency, model.topology.rank_bandwidth
+    assert all(latency + b / bandwidth <= s for curve in model.curves.values() for b, s in curve)
+
+
 def test_a_machine_without_latency_and_one_measured_size() -> None:
     assert latency_and_bandwidth(((1000, 2.0), (2000, 4.0))) == pytest.approx((0, 500))
     assert latency_and_bandwidth(((1000, 2.0),)) == pytest.approx((0, 500))

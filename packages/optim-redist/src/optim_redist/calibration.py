@@ -262,9 +262,10 @@ def _axis_groups(mesh: DeviceMesh) -> dict[str, ProcessGroup]:
 def _model(
     curves: dict[str, list[tuple[float, float]]], num_ranks: int, backend: str, pack_bandwidth: float
 ) -> CommModel:
-    """A model of monotone curves, and a topology whose latency and bandwidth bound the all-to-all curve from below."""
+    """A model of monotone curves, and a topology whose latency and bandwidth bound all of them from below."""
     rising = {op: monotone(points) for op, points in curves.items()}
-    latency, bandwidth = latency_and_bandwidth(rising["all_to_all"])
+    # of all curves, as plans demand it: else they would correct the topology, and name the model by another id
+    latency, bandwidth = latency_and_bandwidth(rising["all_to_all"], rising.values())
     topology = Topology.flat(num_ranks, bandwidth=bandwidth, latency=latency)
     name = f"{backend.replace(':', '-').replace(',', '-')}x{num_ranks}"
     # measured times include the host's time for the call
