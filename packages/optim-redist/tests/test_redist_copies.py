@@ -10,16 +10,17 @@ from typing import Any, cast
 
 import pytest
 import torch
-from redist_cases import random_case
+from redist_cases import random_case, random_parts
 from torch.autograd import forward_ad
 
-from optim_redist import Mesh, parse_layout, plan
+from optim_redist import Cyclic, Intervals, Layout, Mesh, parse_layout, plan, simulate
 from optim_redist._methods.in_place import in_place
 from optim_redist._running.copies import Copies, Pair, merged
 from optim_redist._running.given import is_plain, refuse_other_than_values, resolved, waited_for
 from optim_redist._running.rank_program import RankPhase
 from optim_redist._running.stage_program import stage_programs
 from optim_redist._running.views import FLAT, View, form_of, view_of
+from optim_redist.layout import Kind
 from optim_redist.problem import Problem
 
 
@@ -202,3 +203,17 @@ def test_plain_tensors_are_those_that_nothing_is_done_about() -> None:
 
     torch.func.vmap(inside)(real)
     assert not seen[-1]
+
+
+@pytest.mark.parametrize(
+    "kind", [Cyclic(3), Intervals([[(0, 1), (4, 6), (7, 8)], [(1, 4), (6, 7), (8, 14)]])], ids=["dealt", "intervals"]
+)
+def test_a_dimension_that_stays_is_copied_at_once_however_many_pieces_it_has(kind: Kind) -> None:
+    mesh, shape = Mesh((2, 2)), (14, 6)
+    src, dst = Layout(mesh, [((0,), kind), 1]), Layout(mesh, [((0,), kind), None])
+    made = plan(shape, "float32", src, dst)
+    for rank in range(4):
+        ((phase,),) = [stage.phases for stage in stage_programs(made, rank)]
+        assert [len(message.pieces) for message in (*phase.sends, *phase.receives, phase.stays_from)] == [1] * 3
+    moved = simulate(made, random_parts(src, shape))
+    assert all(torch.equal(cast(Any, moved[rank]), part) for rank, part in random_parts(dst, shape).items())

@@ -229,6 +229,24 @@ def _check_algebra(a: IndexSet, b: IndexSet, rng: random.Random) -> None:
     assert all(run.repeats > 1 or run.stride == run.length for run in (*common, *take(a, start, stop)))
 
 
+@pytest.mark.parametrize(
+    "held",
+    [
+        *Cyclic(3).index_sets(14, (2,)),
+        from_intervals([(0, 1), (4, 6), (7, 8)]),
+        interval(2, 7),
+    ],
+    ids=["dealt with a tail", "dealt", "intervals", "interval"],
+)
+def test_all_that_two_sets_have_is_one_run_of_positions(held: IndexSet) -> None:
+    count = size(held)
+    whole = Run(0, count, count, 1)
+    assert aligned_runs(held, held, from_intervals(intervals(held))) == [(whole, whole)]
+    # where one of them has more, there are gaps
+    assert aligned_runs(held, held, interval(0, 20))[0][1].start == held[0].start
+    assert aligned_runs((), (), ()) == []
+
+
 def _listed(indices: IndexSet) -> list[int]:
     """Every index, run by run."""
     return [run.start + k * run.stride + t for run in indices for k in range(run.repeats) for t in range(run.length)]

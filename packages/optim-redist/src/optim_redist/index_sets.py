@@ -13,6 +13,7 @@ Runs of one set are disjoint and sorted by start; they may interleave.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
 
@@ -248,6 +249,11 @@ def aligned_runs(part: IndexSet, *held: IndexSet) -> list[tuple[Run, ...]]:
 
     Each tuple is one piece: its run of positions in the first set of ``held``, in the second, …
     """
+    count = size(part)
+    in_order = all(run.stop <= following.start for run, following in pairwise(part))
+    if in_order and count and all(size(indices) == count for indices in held):
+        # all that each set has: one run of positions, whatever runs the indices are written in
+        return [(Run(0, count, count, 1),) * len(held)]
     pieces: list[tuple[Run, ...]] = []
     for run in part:
         places = [positions(indices, (run,)) for indices in held]
