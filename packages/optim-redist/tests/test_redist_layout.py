@@ -8,6 +8,7 @@ import inspect
 import random
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -245,6 +246,24 @@ def test_all_that_two_sets_have_is_one_run_of_positions(held: IndexSet) -> None:
     # where one of them has more, there are gaps
     assert aligned_runs(held, held, interval(0, 20))[0][1].start == held[0].start
     assert aligned_runs((), (), ()) == []
+
+
+def test_places_in_many_intervals_are_found_without_going_through_all_of_them() -> None:
+    rng = random.Random(0)
+    for count in (15, 16, 17, 200):
+        ends = sorted(rng.sample(range(3 * count), 2 * count))
+        held = from_intervals(zip(ends[::2], ends[1::2]))
+        part = intersect(held, from_intervals([(1, count), (count + 2, count + 3), (2 * count, 3 * count)]))
+        listed = elements(held)
+        assert [listed[place] for place in elements(positions(held, part))] == elements(part)
+        _check_algebra(held, part, rng)
+    rows = list(range(40_000))
+    rng.shuffle(rows)
+    held = from_intervals((row, row + 1) for row in sorted(rows[:20_000]))
+    began = time.process_time()
+    aligned_runs(intersect(held, interval(0, 30_000)), held, interval(0, 30_000))
+    # 0.02 s here, 7 if each interval is looked for among all
+    assert time.process_time() - began < 2
 
 
 def _listed(indices: IndexSet) -> list[int]:

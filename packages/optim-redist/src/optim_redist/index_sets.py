@@ -12,10 +12,14 @@ Runs of one set are disjoint and sorted by start; they may interleave.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import accumulate, pairwise
 from math import gcd
 from typing import NamedTuple
+
+_MANY = 16  # intervals from which on it pays to search them by bisection
 
 
 class Run(NamedTuple):
@@ -194,17 +198,31 @@ def positions(held: IndexSet, part: IndexSet) -> IndexSet:
     Positions come in the order in which the runs of ``part`` list the indices, so that all holders of ``part``
     enumerate it alike; a run whose positions are not evenly spaced is given interval by interval.
     """
-    found: list[Run] = []
-    for run in part:
-        start = num_below(held, run.start)
-        step = num_below(held, run.start + run.stride) - start if run.repeats > 1 else run.length
-        if run.repeats == 1 or _keeps_spacing(held, run):
-            found.append(Run(start, run.length, step, run.repeats))
-        else:
-            found += (
-                Run(num_below(held, run.start + k * run.stride), run.length, run.length, 1) for k in range(run.repeats)
-            )
-    return tuple(found)
+    below = _counting(held)
+    return tuple(found for run in part for found in _positions(held, run, below))
+
+
+def _positions(held: IndexSet, run: Run, below: Callable[[int], int]) -> list[Run]:
+    """``positions`` of one run; ``below`` counts indices of ``held``."""
+    start = below(run.start)
+    step = below(run.start + run.stride) - start if run.repeats > 1 else run.length
+    if run.repeats == 1 or _keeps_spacing(held, run):
+        return [Run(start, run.length, step, run.repeats)]
+    return [Run(below(run.start + k * run.stride), run.length, run.length, 1) for k in range(run.repeats)]
+
+
+def _counting(indices: IndexSet) -> Callable[[int], int]:
+    """``num_below`` of the set, as a function that is called for many bounds."""
+    if len(indices) < _MANY or any(run.repeats > 1 for run in indices):
+        return partial(num_below, indices)
+    starts = [run.start for run in indices]
+    before = list(accumulate([run.length for run in indices], initial=0))
+
+    def below(bound: int) -> int:
+        k = bisect_left(starts, bound)
+        return min(before[k], before[k - 1] + bound - starts[k - 1]) if k else 0
+
+    return below
 
 
 def _keeps_spacing(held: IndexSet, part: Run) -> bool:
@@ -255,12 +273,13 @@ def aligned_runs(part: IndexSet, *held: IndexSet) -> list[tuple[Run, ...]]:
         # all that each set has: one run of positions, whatever runs the indices are written in
         return [(Run(0, count, count, 1),) * len(held)]
     pieces: list[tuple[Run, ...]] = []
+    counts = [_counting(indices) for indices in held]
     for run in part:
-        places = [positions(indices, (run,)) for indices in held]
+        places = [_positions(indices, run, below) for indices, below in zip(held, counts)]
         if all(len(place) == 1 for place in places):
             pieces.append(tuple(place[0] for place in places))
         else:
             for k in range(run.repeats):
-                single = interval(run.start + k * run.stride, run.start + k * run.stride + run.length)
-                pieces.append(tuple(positions(indices, single)[0] for indices in held))
+                single = Run(run.start + k * run.stride, run.length, run.length, 1)
+                pieces.append(tuple(_positions(indices, single, below)[0] for indices, below in zip(held, counts)))
     return pieces
