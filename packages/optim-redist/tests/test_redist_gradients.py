@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from redist_cases import Case, contributions_of, part_of, random_case
+from redist_memory import Live
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, vmap
@@ -277,6 +278,21 @@ def test_shares_are_the_tensor_once(seed: int) -> None:
         replicas = [axis for axis in there.replicated_axes if there.mesh.sizes[axis] > 1]
         assert not replicas
         assert torch.equal(found[kept, there.indices(shape, rank)], part_of(full, there, rank))
+
+
+def test_a_share_is_put_among_zeros_that_are_held_once() -> None:
+    whole, shares = Layout(PAIR, [None, None]), Layout(PAIR, [0, None])
+    share = torch.ones(32, 64)
+    with Live() as live:
+        share.view(-1)
+        found = put_back(share, (64, 64), shares, whole, 1)
+    assert found.sum() == share.sum() == found[32:].sum()
+    # the places are whole numbers of 64 bits
+    assert live.peak <= share.nbytes + found.nbytes + 32 * 8
+    share.requires_grad_()
+    cubes = put_back(share, (64, 64), shares, whole, 1) ** 3
+    (gradient,) = torch.autograd.grad(cubes.sum(), share, create_graph=True)
+    assert torch.equal(*torch.autograd.grad(gradient.sum(), share), 6 * share)
 
 
 def _parameters(rank: int, world: int) -> None:

@@ -86,5 +86,6 @@ def put_back(part: Tensor, shape: Sequence[int], shares: Layout, whole: Layout, 
         if size(held) < size(all_held):
             places = torch.tensor(elements(positions(all_held, held)), dtype=torch.int64, device=part.device)
             zeros = part.new_zeros([*part.shape[:k], size(all_held), *part.shape[k + 1 :]])
-            part = zeros.index_copy(k, places, part)
+            # in place, so that no second one is held
+            part = zeros.index_copy_(k, places, part)
     return part
