@@ -3,6 +3,7 @@
 import math
 import pickle
 import time
+from fractions import Fraction
 from itertools import product
 
 import pytest
@@ -399,6 +400,12 @@ def test_cost_models():
         ({"costs": [math.nan], "num_ranks": 1}, r"costs\[0\] must be finite"),
         ({"costs": [1, math.inf], "num_ranks": 1}, r"costs\[1\] must be finite and not negative, got inf"),
         ({"costs": [1e308, 1e308], "num_ranks": 2}, "costs must add up to a finite number, got inf"),
+        ({"costs": [1, 10**400], "num_ranks": 2}, r"costs\[1\] must be finite and not negative, got inf"),
+        ({"costs": [2**1023, 2**1023], "num_ranks": 2}, "costs must add up to a finite number, got inf"),
+        (
+            {"costs": [1e308], "num_ranks": 1, "initial_load": [1e308]},
+            "costs and initial_load must add up to a finite number, got inf",
+        ),
         ({"costs": [1], "num_ranks": 1, "memory": [1, 2]}, "memory must have 1 entries, got 2"),
         ({"costs": [1], "num_ranks": 2, "initial_load": [1]}, "initial_load must have 2 entries, got 1"),
         ({"costs": [1], "num_ranks": 2, "memory_cap": 1.5}, "memory_cap needs memory"),
@@ -408,6 +415,12 @@ def test_cost_models():
 def test_wrong_values(arguments, message):
     with pytest.raises(ValueError, match=message):
         partition(**arguments)
+
+
+@pytest.mark.parametrize("cap", [10**400, Fraction(10**400), math.inf], ids=["int", "fraction", "infinity"])
+def test_a_cap_beyond_all_memory_binds_nothing(cap):
+    costs, memory = [4, 3, 3, 2], [1.0, 2.0, 2.0, 1.5]
+    assert partition(costs, 2, memory=memory, memory_cap=cap).owner == partition(costs, 2).owner
 
 
 @pytest.mark.parametrize("cap", ["2", True, torch.ones(())], ids=["str", "bool", "tensor"])

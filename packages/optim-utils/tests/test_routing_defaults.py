@@ -349,10 +349,23 @@ def test_fused_weights_that_are_joined_with_their_biases(bias):
 def test_fused_convolution():
     model = nested({"attn.qkv": nn.Conv2d(6, 18, 1, bias=False), "conv.qkv": nn.Conv1d(6, 18, 3, bias=False)})
     model.attn.to_kv = nn.Conv2d(6, 8, 1, bias=False)
+    model.attn.w13 = nn.Conv1d(6, 10, 3, bias=False)
     table = route_parameters(model)
+    assert table["attn.w13.weight"].view.shapes == ((5, 18),) * 2
     assert table["attn.to_kv.weight"].view.shapes == ((4, 6),) * 2
     assert table["attn.qkv.weight"].view.shapes == ((6, 6),) * 3
     assert table["conv.qkv.weight"].view.shapes == ((6, 18),) * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "transposed"),
+    [("to_kv", 2, False), ("to_kv", 2, True), ("qkv", 3, False), ("qkv", 6, True), ("w13", 4, False)],
+)
+def test_the_groups_of_a_fused_convolution_lie_in_its_parts(name, groups, transposed):
+    # K is computed by the first half of the groups, V by the second one: nothing is left to cut
+    kind = nn.ConvTranspose1d if transposed else nn.Conv1d
+    (route,) = route_parameters(nested({f"a.{name}": kind(24, 36, 1, groups=groups, bias=False)}))
+    assert route.view.shapes == ((groups, 36 // groups, 24 // groups),)
 
 
 def test_frozen_parameters_are_listed_and_in_no_group():
@@ -424,6 +437,7 @@ def refused():
             "conv.qkv": nn.Conv1d(12, 9, 1, bias=False),
             "mlp.w13": nn.Linear(8, 15, bias=False),
             "odd.kv": nn.Linear(8, 15, bias=False),
+            "grouped.kv": nn.Conv1d(24, 12, 1, groups=3, bias=False),
             "moe.experts": Weights(gate_up_proj=(2, 6, 10)),
             "moe.w13": Weights(weight=(2, 6, 10)),
             "ffn.w13": Weights(weight=(2, 5, 7)),

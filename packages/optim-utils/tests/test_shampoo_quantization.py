@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from optim_utils import BlockInfo, DTensorBlockInfo
+from optim_utils import BlockInfo, DTensorBlockInfo, shampoo_quantization
 from optim_utils.low_bit import DYNAMIC8, INT8, MOMENT8, NF4, LowBitFormat, LowBitTensor, dequantize, quantize
 from optim_utils.shampoo_checkpoint_utils import extract_state_dict_content
 from optim_utils.shampoo_quantization import (
@@ -240,6 +240,13 @@ def test_wrong_arguments() -> None:
         QuantizedTensorList([(value, value, value), (value, None, None)], torch.float32)
     with pytest.raises(AssertionError, match="for all values, or for none"):
         QuantizedTensorList([(value, value, None)], torch.float32)
+
+
+def test_isinstance_of_the_elements_decides_before_anything_else_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    # tests written for the original make its check fail in this way
+    monkeypatch.setattr(shampoo_quantization, "isinstance", lambda value, kind: False, raising=False)
+    with pytest.raises(TypeError, match=r"quantized_data must be .* but get <class 'list'>"):
+        QuantizedTensorList(rows(torch.zeros(2, dtype=torch.float16)), torch.float16, torch.float64)
 
 
 def test_integer_lists_can_be_built_but_not_used() -> None:
@@ -625,6 +632,15 @@ def dtensor_rank(rank: int, world_size: int) -> None:
         tensors[0].mul_(0.5)
     halved = dequantize(quantize(dequantize(quantize(whole, MOMENT8)) * 0.5, MOMENT8))
     assert torch.equal(low_bit.dequantize(torch.float32).full_tensor(), halved)
+
+    # the block says how codes are sharded, also those of plain values and of a DTensor with other placements
+    rows_of_codes = INT8.with_(layout="rows")
+    for values in (whole, dtensor.distribute_tensor(whole, mesh, [dtensor.Shard(1)])):
+        low_bit = QuantizedTensor.init_from_dequantized_tensor(values, rows_of_codes, info)
+        assert torch.equal(low_bit.quantized_values.to_local().dequantize(), dequantize(quantize(mine, rows_of_codes)))
+        low_bit.quantize(whole + 1)
+        expected = dequantize(quantize(whole + 1, rows_of_codes))
+        assert torch.equal(low_bit.dequantize(torch.float32).full_tensor(), expected)
 
     # without a block they stay DTensors, of any placements and beside plain ones
     alone = QuantizedTensor.init_from_dequantized_tensor(sharded, torch.bfloat16)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from optim_utils._arguments import check_torch_dtype
+from optim_utils._dtensors import is_dtensor
 from optim_utils._state.tensor_fill import sharded_like
 from optim_utils.block_info import BlockInfo
 from optim_utils.low_bit import LowBitFormat, LowBitTensor, quantize
@@ -95,10 +96,15 @@ class QuantizedTensor(OptimizerModule):
         quantized_dtype: torch.dtype | LowBitFormat,
         block_info: BlockInfo | None = None,
     ) -> QuantizedTensor:
-        """``dequantized_values`` in storage of its own, allocated by the block if there is one."""
+        """``dequantized_values`` in storage of its own, with the mesh and placements that the block gives its tensors.
+
+        Storage in a float dtype is allocated by the block, if there is one.
+        """
         check_numbers(dequantized_values, "dequantized_values")
         values = dequantized_values.detach()
         if isinstance(quantized_dtype, LowBitFormat):
+            if block_info is not None:
+                values = _placed_by(block_info, values)
             return cls(quantize(values, quantized_dtype), block_info)
         if quantized_dtype not in FLOAT_DTYPES:
             raise unsupported_error(quantized_dtype)
@@ -136,7 +142,14 @@ class QuantizedTensor(OptimizerModule):
                 f"a quantized tensor of shape {tuple(self.quantized_values.shape)} can't take one of shape "
                 f"{tuple(tensor.shape)}"
             )
-        self.quantized_values.copy_(sharded_like(self.quantized_values, tensor))
+        stored = self.quantized_values
+        stored.copy_(sharded_like(stored.codes if isinstance(stored, LowBitTensor) else stored, tensor))
+
+
+def _placed_by(block_info: BlockInfo, values: Tensor) -> Tensor:
+    """``values`` as a DTensor with the mesh and placements of the block's tensors; itself if those are plain."""
+    placed = block_info.allocate_zeros_tensor(size=values.shape, dtype=values.dtype, device=values.device)
+    return placed.copy_(sharded_like(placed, values)) if is_dtensor(placed) else values
 
 
 def _given(name: str, value: T | None, other_name: str, other: T | None) -> T:

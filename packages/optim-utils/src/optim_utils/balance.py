@@ -157,6 +157,7 @@ def partition(
     num_ranks = int(num_ranks)  # numpy's integers would overflow
     costs = _checked("costs", costs)
     initial = _checked("initial_load", initial_load, num_ranks) if initial_load is not None else [0] * num_ranks
+    _check_total("costs and initial_load", [*costs, *initial])
     item_memory = _checked("memory", memory, len(costs)) if memory is not None else [0] * len(costs)
     cap = _cap_in_bytes(item_memory, num_ranks, memory_cap, has_memory=memory is not None)
     problem = Problem(costs, num_ranks, initial, item_memory, cap)
@@ -188,13 +189,25 @@ def _checked(name: str, values: Sequence[float], length: int | None = None) -> l
     for i, value in enumerate(values):
         if not isinstance(value, Real):
             raise TypeError(f"{name}[{i}] must be a number, got a {type(value).__name__}")
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name}[{i}] must be finite and not negative, got {value}")
+        if not (math.isfinite(number := _total([value])) and value >= 0):
+            raise ValueError(f"{name}[{i}] must be finite and not negative, got {number:g}")
         # sums of numpy's numbers would wrap around
-        values[i] = int(value) if isinstance(value, Integral) else float(value)
-    if not math.isfinite(total := sum(values)):
-        raise ValueError(f"{name} must add up to a finite number, got {total}")
+        values[i] = int(value) if isinstance(value, Integral) else number
+    _check_total(name, values)
     return values
+
+
+def _check_total(name: str, values: Sequence[float]) -> None:
+    if not math.isfinite(total := _total(values)):
+        raise ValueError(f"{name} must add up to a finite number, got {total}")
+
+
+def _total(values: Sequence[float]) -> float:
+    """The sum as a float; infinity if it is of ints or fractions that are too large for one."""
+    try:
+        return float(sum(values))
+    except OverflowError:
+        return math.inf
 
 
 def _cap_in_bytes(memory: Sequence[float], num_ranks: int, cap: int | float | None, *, has_memory: bool) -> float:
@@ -206,8 +219,9 @@ def _cap_in_bytes(memory: Sequence[float], num_ranks: int, cap: int | float | No
         raise TypeError(f"memory_cap must be an int in bytes, or a float as a multiple of the mean, got {cap!r}")
     if not cap > 0:
         raise ValueError(f"memory_cap must be positive, got {cap}")
-    if not any(memory):
-        # items that weigh nothing are within every cap, but a float cap would be a multiple of zero
+    if not any(memory) or _total([cap]) == math.inf:
+        # items that weigh nothing are within every cap, but a float cap would be a multiple of zero; and no sum of
+        # memory reaches a cap that is beyond all floats
         return math.inf
     return cap if isinstance(cap, Integral) else cap * sum(memory) / num_ranks
 

@@ -89,6 +89,7 @@ class QuantizedTensorList(OptimizerModule):
     ) -> None:
         if computation_dtype not in FLOAT_DTYPES:
             raise AssertionError(f"{computation_dtype=} is not supported! It must be one of {FLOAT_DTYPES}!")
+        rows = _values_and_ranges(quantized_data)
         # a tuple of types: dynamo of torch 2.9 cannot trace a union
         if not isinstance(quantized_dtype, (torch.dtype, LowBitFormat)):
             raise TypeError(f"quantized_dtype must be a torch.dtype or a LowBitFormat, got {quantized_dtype!r}")
@@ -103,7 +104,6 @@ class QuantizedTensorList(OptimizerModule):
         self.dequantized_value_list: tuple[Tensor, ...] | None = None
         self._stacks: Stacks | None = None
 
-        rows = _values_and_ranges(quantized_data)
         self.quantized_value_list = tuple(_to_storage(value, quantized_dtype) for value, _, _ in rows)
         lows = tuple(low for _, low, _ in rows if low is not None)
         highs = tuple(high for _, _, high in rows if high is not None)

@@ -191,14 +191,24 @@ def _named_fusion(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
         raise Refusal(reason, _WHOLE, "to='adamw'")
     if leaf.is_called(_is_qkv):
         _check_is_weight(leaf, _is_qkv, view.stored_matrix[-1 if transposed else -2], parts=3)
-        return _qkv(leaf, view, transposed)
+        return _whole_groups(view, 3, "Q, K, V") or _qkv(leaf, view, transposed)
     if leaf.is_called(_is_gate_up):
         _check_is_weight(leaf, _is_gate_up, view.stored_matrix[-1 if transposed else -2], parts=2)
-        return _gate_up(leaf, view, transposed)
+        return _whole_groups(view, 2, "gate and up") or _gate_up(leaf, view, transposed)
     if any(_is_kv(path[-2]) and _is_weight(path[-1]) for path in leaf.paths if len(path) > 1):
-        return _halves(view, transposed, "K and V")
+        return _whole_groups(view, 2, "K and V") or _halves(view, transposed, "K and V")
     if _is_recurrent(leaf.paths[0][-1]):
         return _gates(leaf, view.stored_matrix[-2])
+    return _Fusion()
+
+
+def _whole_groups(view: MatrixView, parts: int, fused: str) -> _Fusion | None:
+    """No cuts for a grouped convolution each of whose groups lies in one of the parts; None for what has no groups."""
+    if len(view.matrix_shape) < 3:
+        return None
+    groups = view.matrix_shape[0]
+    if groups % parts:
+        raise Refusal(f"the name says fused {fused}, but {groups} groups do not divide into {parts} parts", _WHOLE)
     return _Fusion()
 
 
@@ -273,7 +283,8 @@ def _qkv(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
 
 def _gate_up(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
     """Two equal parts, where the dimension of the outputs is known."""
-    if len(leaf.shape) > 2 and not transposed and _experts_transposed(leaf) is None:
+    is_stack = len(leaf.shape) > 2 and not leaf.is_in(*CONVOLUTIONS)
+    if is_stack and not transposed and _experts_transposed(leaf) is None:
         reason = "gate and up are fused, and no neighbouring down projection tells along which dimension"
         raise Refusal(reason, *_stacks(leaf))
     return _halves(view, transposed, "gate and up")
