@@ -5,6 +5,7 @@ import math
 import pickle
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from optim_utils import low_bit
 from optim_utils._low_bit.codes import code_of
@@ -274,6 +277,33 @@ def test_any_shape_round_trips(fmt: LowBitFormat, layout: str, shape: tuple[int,
     decoded = dequantize(q)
     assert decoded.shape == x.shape
     assert ((decoded - x).abs() <= 0.75).all()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Knows how many elements the largest tensor has that an operation gives."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        self.numel = max([self.numel, *map(Tensor.numel, tensors)])
+        return made
+
+
+@every_preset
+@pytest.mark.parametrize("size", [3, 6])
+def test_rows_shorter_than_a_block_are_not_filled_up_to_one(fmt: LowBitFormat, size: int) -> None:
+    # as those of a convolution's weight
+    x = torch.rand(500, size)
+    with LargestTensor() as largest:
+        q = quantize(x, fmt.with_(layout="rows"))
+        decoded = q.dequantize()
+    assert largest.numel <= 500 * (size + size % 2)
+    if size % 2 == 0:
+        alone = quantize(x, fmt.with_(block_size=size))
+        assert torch.equal(q.codes.flatten(), alone.codes.flatten())
+        assert torch.equal(decoded, alone.dequantize())
 
 
 @every_preset

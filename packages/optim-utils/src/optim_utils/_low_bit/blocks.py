@@ -110,6 +110,15 @@ def _runs_shape(shape: Sequence[int], fmt: LowBitFormat) -> tuple[int, int]:
     return (math.prod(shape[:-1]), shape[-1])
 
 
+def _filled_size(length: int, fmt: LowBitFormat) -> int:
+    """Elements that a block is filled up to: of runs shorter than a block, no more than one has (4 bits: in pairs).
+
+    Rows of a convolution's weight have a few elements, and filled up to 256 they would take a hundred times as long.
+    """
+    shared_by = 8 // fmt.bits
+    return min(fmt.block_size, max(1, -(-length // shared_by)) * shared_by)
+
+
 def _to_blocks(runs: Tensor, block_size: int) -> Tensor:
     """[runs, length] -> [runs, blocks, block_size], the last block filled up with copies of its last element."""
     num_runs, length = runs.shape
@@ -140,9 +149,10 @@ def encode_blocks(x: Tensor, fmt: LowBitFormat, *, uniform: Tensor | None) -> Bl
     """
     shape = x.shape
     runs = x.to(torch.float32).reshape(_runs_shape(shape, fmt))
-    blocks = _to_blocks(runs, fmt.block_size)
+    filled_size = _filled_size(runs.shape[1], fmt)
+    blocks = _to_blocks(runs, filled_size)
     if uniform is not None:
-        uniform = _to_blocks(uniform.reshape(runs.shape), fmt.block_size)
+        uniform = _to_blocks(uniform.reshape(runs.shape), filled_size)
     if fmt.has_offset:
         codes, scale, offset = _encode_affine(blocks, uniform)
     else:
@@ -213,7 +223,8 @@ def decode_blocks(
     codes = codes.reshape(num_runs, -(-length * fmt.bits // 8))
     if fmt.bits == 4:
         codes = _unpack(codes, length)
-    codes = _to_blocks(codes, fmt.block_size)
+    filled_size = _filled_size(length, fmt)
+    codes = _to_blocks(codes, filled_size)
     scale = scale.reshape(num_runs, codes.shape[1], 1)
     if fmt.has_offset:
         assert offset is not None
@@ -226,9 +237,8 @@ def decode_blocks(
             numbers = numbers * numbers
         if fmt.unsigned:
             numbers = torch.where((numbers == 0) & (codes != 0), _FP32_TINY, numbers)
-    if length % fmt.block_size and numbers.device.type == "cpu":
+    if length % filled_size and numbers.device.type == "cpu":
         # fused with what follows, inductor (seen in torch 2.13) cuts a CPU's loop over the run into blocks, and leaves
         # the end unwritten; a view by strides is a view of memory, so that numbers are stored first
-        filled = numbers.shape[1] * fmt.block_size
-        return numbers.as_strided((num_runs, length), (filled, 1)).reshape(tuple(shape))
+        return numbers.as_strided((num_runs, length), (numbers.shape[1] * filled_size, 1)).reshape(tuple(shape))
     return _from_blocks(numbers, length).reshape(tuple(shape))
