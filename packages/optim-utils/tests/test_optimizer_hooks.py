@@ -804,6 +804,15 @@ def test_only_optimizers_have_hooks():
     with pytest.raises(TypeError, match=r"attach_state_dict_hooks takes a torch\.optim\.Optimizer, got a Linear"):
         attach_state_dict_hooks(nn.Linear(2, 2))
 
+    class Wrapper(torch.optim.Optimizer):
+        """Passes for an optimizer without being made as one, as Accelerate's wrapper does."""
+
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+    with pytest.raises(TypeError, match=r"this Wrapper has no place for hooks, .*: attach them to the optimizer"):
+        attach_state_dict_hooks(Wrapper(Sgd([nn.Parameter(torch.zeros(2))])))
+
 
 def test_hooks_are_attached_once_and_can_be_removed():
     optimizer = Sgd([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2), requires_grad=False)])

@@ -642,6 +642,8 @@ def dtensor_rank(rank: int, world_size: int) -> None:
         expected = dequantize(quantize(whole + 1, rows_of_codes))
         assert torch.equal(low_bit.dequantize(torch.float32).full_tensor(), expected)
 
+    replicated = dtensor.distribute_tensor(whole, mesh, [dtensor.Replicate()])
+
     # without a block they stay DTensors, of any placements and beside plain ones
     alone = QuantizedTensor.init_from_dequantized_tensor(sharded, torch.bfloat16)
     assert alone.quantized_values.placements == sharded.placements
@@ -659,6 +661,21 @@ def dtensor_rank(rank: int, world_size: int) -> None:
     mixed.rounding = "stochastic"
     with pytest.raises(TypeError, match=r"plain tensors, got a DTensor: give this rank's part"):
         mixed.quantize([alone.dequantize(torch.float32), plain, other.float()])
+
+    # whatever of a list is refused, nothing before it is written
+    for dtype, stored, later, rounding, error, text in (
+        (torch.bfloat16, sharded, whole, "nearest", TypeError, "tensor 1 must be a DTensor, as the stored one is"),
+        (INT8, sharded, whole, "nearest", TypeError, "tensor 1 must be a DTensor, as the stored one is"),
+        (INT8, whole, sharded, "nearest", TypeError, "tensor 1 must be a plain tensor, as the stored one is"),
+        (torch.bfloat16, sharded, sharded, "stochastic", TypeError, "tensor 1: stochastic rounding takes plain"),
+        (INT8, sharded, other.float(), "nearest", ValueError, "flat blocks .* run across its sharded dimension 1"),
+        (INT8, replicated, replicated, "stochastic", ValueError, "replicas of a DTensor of shape .* would be rounded"),
+    ):
+        refused = QuantizedTensorList([(x, None, None) for x in (whole, stored)], dtype, rounding=rounding)
+        before = refused.dequantize()[0].clone()
+        with pytest.raises(error, match=text):
+            refused.quantize([whole + 1, later])
+        assert torch.equal(refused.dequantize()[0], before)
 
 
 def _sharded_zeros(mesh: object, size: tuple[int, ...], dtype: torch.dtype, device: object) -> Tensor:

@@ -146,7 +146,8 @@ def partition(
         memory: what each item weighs under ``memory_cap``, in bytes.
         memory_cap: the most memory a rank may own: an int in bytes, a float as a multiple of the mean over ranks.
         initial_load: cost that each rank bears already.
-        improve: False stops after longest first (LPT); the improved result is never worse than that.
+        improve: False stops after longest first (LPT), unless that exceeds ``memory_cap``; the improved result is
+            never worse.
 
     Raises:
         TypeError: for a cost, a weight or a cap that is no number.

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from optim_utils._arguments import iterated
+from optim_utils._dtensors import is_dtensor
 from optim_utils._many_tensors import Stacks, copy_many, decode_many, encode_many, round_many
 from optim_utils._quantized_tensor import (
     FLOAT_DTYPES,
@@ -171,6 +172,8 @@ class QuantizedTensorList(OptimizerModule):
                     "Writing quantized values with input tensor_list without using these stored dequantized values..."
                 )
         targets, numbers = self.quantized_value_list, tuple(tensor_list)
+        if is_given or self.rounding == "stochastic":
+            self._check_sharding(numbers)
         if any(map(is_, targets, numbers)):
             # with equal dtypes the values are the storage: nothing to write
             changed = [(mine, given) for mine, given in zip(targets, numbers) if mine is not given]
@@ -245,6 +248,27 @@ class QuantizedTensorList(OptimizerModule):
                 )
             if tensor.is_meta and not stored.is_meta:
                 raise ValueError(f"tensor {position} of shape {tuple(tensor.shape)} is on meta and has no numbers")
+
+    def _check_sharding(self, numbers: Sequence[Tensor]) -> None:
+        """Raise for a DTensor in place of a plain tensor or the reverse, and for one that cannot be coded."""
+        fmt, stochastic = self.quantized_dtype, self.rounding == "stochastic"
+        for position, (stored, tensor) in enumerate(zip(self.quantized_value_list, numbers)):
+            if tensor is stored:
+                continue
+            is_sharded = is_dtensor(tensor)
+            if is_dtensor(stored.codes if isinstance(stored, LowBitTensor) else stored) != is_sharded:
+                kind, found = ("plain tensor", "DTensor") if is_sharded else ("DTensor", "plain tensor")
+                raise TypeError(f"tensor {position} must be a {kind}, as the stored one is, got a {found}")
+            if not is_sharded:
+                continue
+            if isinstance(fmt, LowBitFormat):
+                from optim_utils._low_bit.sharded import check_encodable
+
+                check_encodable(tensor, fmt, stochastic=stochastic, generator=self.generator)
+            elif stochastic and fmt.itemsize == 2:
+                raise TypeError(
+                    f"tensor {position}: stochastic rounding takes plain tensors, got a DTensor: give this rank's part"
+                )
 
     def _check_supported(self) -> None:
         if not is_supported(self.quantized_dtype):

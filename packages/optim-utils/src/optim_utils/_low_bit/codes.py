@@ -1,10 +1,10 @@
 """The codes of low-bit formats: from a number in [-1, 1] to a code and back, in closed form.
 
 A code has three parts: ``peak``, the number that a block's largest magnitude is scaled to; ``encode(y)``, the code
-(int32 in [0, 2**bits)) of the nearest number of its map; ``decode(code)``, that number (fp32). Signed codes are two's
-complement, so that code 0 is zero in every map. All arithmetic is elementwise IEEE fp32 in the order written here, and
-no result depends on whether a product is rounded before it is added, so a kernel gets the same bits whether or not its
-compiler fuses multiply-adds.
+(int32 in [0, 2**bits)) of the nearest number of its map (in the power maps: of the nearest root); ``decode(code)``,
+that number (fp32). Signed codes are two's complement, so that code 0 is zero in every map. All arithmetic is
+elementwise IEEE fp32 in the order written here, and no result depends on whether a product is rounded before it is
+added, so a kernel gets the same bits whether or not its compiler fuses multiply-adds.
 
 The maps: integers and fp8 below; dynamic in `dynamic_map`, octal in `octal_map`, cubic and quintic in `power_map`, NF4
 and log in `four_bit_maps`.

@@ -18,7 +18,7 @@ from optim_utils._low_bit.blocks import Blocks, codes_shape, decode_blocks, enco
 from optim_utils._low_bit.formats import LowBitFormat
 from optim_utils._philox import Word, philox_words, random_bits
 
-__all__ = ["decode_sharded", "encode_sharded", "local_shape", "random_bits_of_part"]
+__all__ = ["check_encodable", "decode_sharded", "encode_sharded", "local_shape", "random_bits_of_part"]
 
 
 def encode_sharded(x: DTensor, fmt: LowBitFormat, *, uniform: Tensor | None) -> Blocks:
@@ -38,18 +38,31 @@ def random_bits_of_part(x: Tensor, *, seed: Word | None, generator: torch.Genera
     assert isinstance(x, DTensor)
     local = x.to_local()
     if seed is None or generator is not None:
-        sizes = (x.device_mesh.size(axis) for axis, placement in enumerate(x.placements) if placement.is_replicate())
-        if generator is None and any(size > 1 for size in sizes):
-            raise ValueError(
-                f"replicas of a DTensor of shape {tuple(x.shape)} with placements {x.placements} would be rounded in "
-                "different ways on different ranks: give a seed, or a generator in the same state, on all of them"
-            )
+        _check_replicas(x, generator)
         return random_bits(local.shape, local.device, seed=seed, generator=generator)
     _, first = compute_local_shape_and_global_offset(tuple(x.shape), x.device_mesh, x.placements)
     index = torch.zeros((), dtype=torch.int64, device=local.device)
     for size, part, start in zip(x.shape, local.shape, first):
         index = index[..., None] * size + torch.arange(start, start + part, device=local.device)
     return (philox_words(seed, index) & 0xFFFF).to(torch.int32)
+
+
+def check_encodable(x: Tensor, fmt: LowBitFormat, *, stochastic: bool, generator: torch.Generator | None) -> None:
+    """Raise ValueError if `encode_sharded` would, or, where x is rounded at random, `random_bits_of_part`."""
+    assert isinstance(x, DTensor)
+    _check_shards(x, fmt)
+    if stochastic:
+        _check_replicas(x, generator)
+
+
+def _check_replicas(x: DTensor, generator: torch.Generator | None) -> None:
+    """Raise ValueError if replicas of x would not stay alike: each rank has a default generator of its own."""
+    sizes = (x.device_mesh.size(axis) for axis, placement in enumerate(x.placements) if placement.is_replicate())
+    if generator is None and any(size > 1 for size in sizes):
+        raise ValueError(
+            f"replicas of a DTensor of shape {tuple(x.shape)} with placements {x.placements} would be rounded in "
+            "different ways on different ranks: give a seed, or a generator in the same state, on all of them"
+        )
 
 
 def decode_sharded(blocks: Blocks, fmt: LowBitFormat, shape: Sequence[int]) -> Tensor:

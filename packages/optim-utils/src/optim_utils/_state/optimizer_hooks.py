@@ -65,6 +65,11 @@ def attach_state_dict_hooks(optimizer: Optimizer, *, strict: bool = True) -> Sta
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"attach_state_dict_hooks takes a torch.optim.Optimizer, got a {type(optimizer).__name__}")
+    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+        raise TypeError(
+            f"this {type(optimizer).__name__} has no place for hooks, as it did not call Optimizer.__init__: "
+            "attach them to the optimizer that it wraps"
+        )
     for hook in optimizer._optimizer_state_dict_post_hooks.values():
         if isinstance(getattr(hook, "__self__", None), StateDictHooks):
             raise ValueError(f"this {type(optimizer).__name__} has state dict hooks already; remove them first")
