@@ -306,6 +306,18 @@ def test_rows_shorter_than_a_block_are_not_filled_up_to_one(fmt: LowBitFormat, s
         assert torch.equal(decoded, alone.dequantize())
 
 
+@every_layout
+@pytest.mark.parametrize("columns", [16, 17, 31, 32, 33, 64])
+def test_no_size_is_taken_for_a_constant(layout: str, columns: int) -> None:
+    torch._dynamo.reset()
+    fmt = INT8.with_(block_size=32, layout=layout)
+    compiled = torch.compile(lambda x: dequantize(quantize(x, fmt)), fullgraph=True, backend="eager")
+    x = torch.randn(5, columns)
+    for dim in (0, 1):
+        torch._dynamo.mark_dynamic(x, dim)
+    assert torch.equal(compiled(x), dequantize(quantize(x, fmt)))
+
+
 @every_preset
 @every_layout
 def test_strides_do_not_matter_and_the_input_stays(fmt: LowBitFormat, layout: str) -> None:

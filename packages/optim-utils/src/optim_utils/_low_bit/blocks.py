@@ -111,12 +111,16 @@ def _runs_shape(shape: Sequence[int], fmt: LowBitFormat) -> tuple[int, int]:
 
 
 def _filled_size(length: int, fmt: LowBitFormat) -> int:
-    """Elements that a block is filled up to: of runs shorter than a block, no more than one has (4 bits: in pairs).
+    """Elements that a block is filled up to; of much shorter runs, no more than one has (4 bits: in pairs).
 
     Rows of a convolution's weight have a few elements, and filled up to 256 they would take a hundred times as long.
     """
+    # not just any shorter run: while sizes are symbols, a compiler that is told `length >= block_size` of a run of one
+    # block concludes that no other length would do
+    if length > fmt.block_size // 2:
+        return fmt.block_size
     shared_by = 8 // fmt.bits
-    return min(fmt.block_size, max(1, -(-length // shared_by)) * shared_by)
+    return max(1, -(-length // shared_by)) * shared_by
 
 
 def _to_blocks(runs: Tensor, block_size: int) -> Tensor:
