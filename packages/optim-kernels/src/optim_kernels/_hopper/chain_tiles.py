@@ -21,6 +21,7 @@ from optim_kernels._hopper.ring import barrier
 from optim_kernels._hopper.turns import BLOCK
 from optim_kernels._hopper.update_kernel import update_tile
 from optim_kernels._kernels.muon_table import FIRST_PART, INNER, NUM_FIELDS, OUTER, ROWS_ARE_INNER
+from optim_kernels._kernels.product import scaled, with_c
 from optim_kernels._newton_schulz import chain_jobs as chain
 
 # Rows of a tile that are mirrored or shifted at a time, for the registers.
@@ -79,10 +80,10 @@ def finish(acc, beta, job, matrix, tile, scales):
     """``s (α acc + β C)`` in fp32; C is in ``tile``, the buffer."""
     acc = acc * of_job(job, ALPHA)
     if place_in_job(job, C) >= 0:
-        acc += beta * tile.load(acc.type.layout).to(gl.float32)
+        acc = with_c(acc, beta, tile.load(acc.type.layout).to(gl.float32))
     which = of_job(job, WHICH_SCALE)
     if which != NO_SCALE:
-        acc *= gl.load(gl.where(which == SCALE, scales[0], scales[1]) + matrix)
+        acc = scaled(acc, gl.load(gl.where(which == SCALE, scales[0], scales[1]) + matrix))
     return acc
 
 

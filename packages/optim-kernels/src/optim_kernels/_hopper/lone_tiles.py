@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from optim_kernels._hopper.overlap import wait_for_previous
 from optim_kernels._hopper.ring import barrier, blocks_as, store
 from optim_kernels._kernels.normalize import inverse_norm
+from optim_kernels._kernels.product import scaled, with_c
 
 # Side of a block: the rows of one tensor core instruction, and the columns that the copy engine swizzles as one.
 SIDE = gl.constexpr(64)
@@ -190,9 +191,9 @@ def finish(acc, view, numbers, flags: gl.constexpr):
     alpha, beta, _omega, scale = numbers
     acc = acc * alpha
     if flags.has_c:
-        acc += beta * view.load(acc.type.layout).to(gl.float32)
+        acc = with_c(acc, beta, view.load(acc.type.layout).to(gl.float32))
     if flags.has_scale:
-        acc *= scale
+        acc = scaled(acc, scale) if flags.low else acc * scale
     d = acc.to(view.dtype)
     view.store(d)
     low = d

@@ -39,7 +39,7 @@ from optim_kernels._hopper.ring import (
     store,
 )
 from optim_kernels._hopper.turns import BLOCK, add, begin, end
-from optim_kernels._kernels.product import rectangle_tile, triangle_tile
+from optim_kernels._kernels.product import rectangle_tile, triangle_tile, with_c
 
 
 @gluon.jit
@@ -118,7 +118,7 @@ def _consume(
         acc = acc * alpha
         if flags.has_c:
             mbarrier.wait(c_ready.index(ME), turns & 1)
-            acc += beta * matrix.load(layout).to(gl.float32)
+            acc = with_c(acc, beta, matrix.load(layout).to(gl.float32))
         if flags.has_scale:
             acc *= gl.load(scale + batch)
         turns += 1  # noqa: SIM113

@@ -20,7 +20,7 @@ from optim_kernels._hopper.turns import BLOCK
 from optim_kernels._kernels.muon_parameter import read_parameter, updated, write_parameter
 from optim_kernels._kernels.muon_table import FP32_MASTER, MASTER, NUM_FIELDS, SPLIT16, P
 from optim_kernels._kernels.muon_tiles import sizes, stride_of
-from optim_kernels._kernels.product import rectangle_tile
+from optim_kernels._kernels.product import rectangle_tile, with_c
 
 # Lines of the storage that are updated at a time.
 _LINES = gl.constexpr(64)
@@ -64,7 +64,7 @@ def _consume(
         acc = acc * alpha
         if flags.has_c:
             mbarrier.wait(c_ready.index(ME), turns & 1)
-            acc += beta * matrix.load(layout).to(gl.float32)
+            acc = with_c(acc, beta, matrix.load(layout).to(gl.float32))
         if flags.has_scale:
             acc *= gl.load(scale + batch)
         turns += 1  # noqa: SIM113

@@ -39,7 +39,7 @@ from optim_kernels._hopper.ring import (
     load,
     store,
 )
-from optim_kernels._kernels.product import rectangle_tile, triangle_tile
+from optim_kernels._kernels.product import rectangle_tile, triangle_tile, with_c
 
 ROWS = gl.constexpr(128)
 COLUMNS = gl.constexpr(256)
@@ -147,7 +147,7 @@ def _consume(ME: gl.constexpr, results, ring, buffers, c_ready, schedule, number
         acc = acc * alpha
         if flags.has_c:
             mbarrier.wait(c_ready.index(ME), turns & 1)
-            acc += of_c * matrix.load(layout).to(gl.float32)
+            acc = with_c(acc, of_c, matrix.load(layout).to(gl.float32))
         if flags.has_scale:
             acc *= gl.load(scale + batch)
         turns += 1  # noqa: SIM113

@@ -30,7 +30,7 @@ from optim_kernels._kernels.muon_table import (
     V,
 )
 from optim_kernels._kernels.muon_tiles import factor_tile, load_x, tile_of
-from optim_kernels._kernels.product import multiply_tile, rectangle_tile
+from optim_kernels._kernels.product import multiply_tile, rectangle_tile, with_c
 from optim_kernels._triton import div_rn, narrow, sqrt_rn, tl, triton
 
 # Parts of a line's sum of squares that are loaded at a time.
@@ -183,7 +183,8 @@ def last_product_kernel(
     acc = multiply_tile(s_desc, x_desc, batch, row, column, K, BLOCK_M, BLOCK_N, BLOCK_K)
     acc = acc * alpha
     if HAS_C:
-        acc += beta * c_desc.load([batch, row, column]).reshape(BLOCK_M, BLOCK_N).to(tl.float32)
+        c = c_desc.load([batch, row, column]).reshape(BLOCK_M, BLOCK_N)
+        acc = with_c(acc, beta, c.to(tl.float32))
     if HAS_SCALE:
         acc *= tl.load(scales + batch)
     matrix = (first_matrix + batch).to(tl.int64)

@@ -64,6 +64,23 @@ def read_numbers(alpha, beta, BY_ADDRESS: tl.constexpr):
 
 
 @triton.jit
+def with_c(acc, beta, c):
+    """``acc + β C``, rounded once; acc is rounded before, as α times the sums.
+
+    Left to the compiler, either product would be rounded, and kernels of one product would differ in bits.
+    """
+    return tl.fma(c, beta, acc)
+
+
+@triton.jit
+def scaled(acc, scale):
+    """``s acc`` in fp32, rounded, also where the compiler could fuse it with what is subtracted from it."""
+    return tl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [acc, scale], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def multiply_tile(
     a_desc,
     b_desc,
@@ -126,7 +143,7 @@ def general_kernel(
     acc = acc * alpha
     if HAS_C:
         c = c_desc.load([batch, i * BLOCK_M, j * BLOCK_N]).reshape(BLOCK_M, BLOCK_N)
-        acc += beta * c.to(acc.dtype)
+        acc = with_c(acc, beta, c.to(acc.dtype))
     if HAS_SCALE:
         acc *= tl.load(scale + batch)
     d = narrow(acc, d_desc.dtype)

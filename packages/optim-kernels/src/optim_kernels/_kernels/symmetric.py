@@ -16,7 +16,7 @@ orders.
 
 from __future__ import annotations
 
-from optim_kernels._kernels.product import read_numbers, triangle_tile
+from optim_kernels._kernels.product import read_numbers, triangle_tile, with_c
 from optim_kernels._triton import INTERPRETED, dot, let_next_start, narrow, tl, triton, wait_for_previous
 
 
@@ -53,7 +53,7 @@ def _finish_symmetric(
     acc = acc * alpha
     if HAS_C:
         c = c_desc.load([batch, row, column]).reshape(BLOCK_M, BLOCK_N)
-        acc += beta * c.to(acc.dtype)
+        acc = with_c(acc, beta, c.to(acc.dtype))
     if HAS_SCALE:
         acc *= tl.load(scale + batch)
     d = narrow(acc, d_desc.dtype)
