@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from optim_utils.param_groups import MatrixView
 
 pytest.importorskip("triton")
 from optim_kernels._kernels.normalize import Start
-from optim_kernels._newton_schulz import chain
+from optim_kernels._newton_schulz import chain, tile_choice
 from optim_kernels._newton_schulz.chain_jobs import Ending
 from optim_kernels._newton_schulz.copy_engine import empty_matrices
 from optim_kernels._newton_schulz.tile_choice import has_gluon
@@ -296,6 +297,34 @@ def test_a_restart_in_factors_is_as_accurate_as_one_by_x(name: str) -> None:
         alone = torch.stack([newton_schulz(each, coefficients=name) for each in x[:4]])
         error = (batch - expected).norm() / expected.norm()
         assert error <= 1.2 * (alone - expected[:4]).norm() / expected[:4].norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(24, 512, 512), (20, 640, 1000), (12, 768, 768), (3, 2048, 2048)], ids=str)
+def test_a_chain_gives_the_bits_of_launches(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """In the standard iteration, which restarts nowhere; alone a matrix takes other tiles besides."""
+    needs_hopper()
+    count, m, n = shape
+    x = torch.randn(shape, device="cuda").to(dtype)
+    options: dict[str, Any] = {"method": "standard", "compute_dtype": dtype}
+    config = NSConfig(method="standard", dtype=dtype)
+    assert chain.takes_chain(count, m, n, config, dtype, x.device)
+    assert not chain.takes_chain(1, m, n, config, dtype, x.device)
+    results = newton_schulz(x, **options)
+    for each, result in zip(x, results, strict=True):
+        assert torch.equal(newton_schulz(each, **options), result)
+
+
+@pytest.mark.gpu
+def test_a_restart_in_factors_gives_the_bits_of_launches() -> None:
+    """A lone matrix of this shape restarts in factors launch by launch."""
+    needs_hopper()
+    x = torch.randn(2, 2048, 8192, device="cuda").half()
+    assert chain.takes_chain(*x.shape, NSConfig(), x.dtype, x.device)
+    assert tile_choice.takes_factors(1, 2048, 8192, x.dtype, x.device)
+    for each, result in zip(x, newton_schulz(x), strict=True):
+        assert torch.equal(newton_schulz(each), result)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,6 @@
 """Triton kernels after Muon's products, each over the matrices of all parameters.
 
-    last product  Newton–Schulz's last product, O = s (α S X + β X), with more in its epilogue:
+    last product  Newton–Schulz's last product, O = s (α S X + β X) rounded to X's dtype, with more in its epilogue:
                       the parameter's update (`muon_parameter`),
                       or, where the update needs all of O first, sums of O² over each tile's lines
     variance      ρ = √min(r, c)/max(‖O‖, 1e-6) with renormalize, else 1;  q = ρ² mean O² of a line;
@@ -190,14 +190,15 @@ def last_product_kernel(
     matrix = (first_matrix + batch).to(tl.int64)
     record = table + matrix * NUM_FIELDS
     outer_size, inner_size = tl.load(record + OUTER), tl.load(record + INNER)
+    # rounded as where it is stored, so that bits do not depend on which kernel updates
+    o = narrow(acc, o_desc.dtype)
     if SQUARES:
-        o = narrow(acc, o_desc.dtype)
         o_desc.store([batch, row, column], o.reshape(1, BLOCK_M, BLOCK_N))
         _store_squares(record, parts, o.to(tl.float32), i, j, outer_size, inner_size)
     else:
         scale = tl.load(lr_scales + matrix)
         # in halves: the whole tile's parameters do not fit in registers beside O
-        halves = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+        halves = o.to(tl.float32).reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
         for half in tl.static_range(2):
             o, first = halves[half], column + half * (BLOCK_N // 2)
             # X has its short side first, the storage its outer lines

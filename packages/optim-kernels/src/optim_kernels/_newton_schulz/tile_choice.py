@@ -123,6 +123,15 @@ def tile_of_one(a: Tensor, b: Tensor, *, symmetric: bool, shifted: bool = False,
     return choose_tile(a.dtype, a.device, choose, exact)
 
 
+def tiles_agree(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether all tiles of a product, and a chain's, give the same bits: those of 16-bit operands on Hopper.
+
+    Its tensor cores add the products of 16 places along K at a time, in order, whatever the tile; and all kernels round
+    what becomes of a sum in the same way (`_kernels.product.with_c`).
+    """
+    return device.type == "cuda" and dtype.itemsize == 2 and has_gluon(device.index)
+
+
 @cache
 def has_gluon(device: int | None) -> bool:
     """Whether the kernels of `_hopper` run: on Hopper alone, with Gluon as it is since Triton 3.6."""

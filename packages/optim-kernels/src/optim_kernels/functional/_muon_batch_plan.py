@@ -26,6 +26,7 @@ from optim_kernels._graphs import ONE_AT_A_TIME, is_capturing, side_stream
 from optim_kernels._memory import ALIGNMENT
 from optim_kernels._newton_schulz.chain import needs_step_chain
 from optim_kernels._newton_schulz.config import NSConfig, Tiles, check_tiles
+from optim_kernels._newton_schulz.tile_choice import tiles_agree
 from optim_kernels.functional._lists import check_apart, check_shapes
 from optim_kernels.functional._muon_explain import tile_words
 from optim_kernels.functional._muon_families import families_of, in_order, moves_in_chain
@@ -55,8 +56,9 @@ class MuonBatchPlan:
         variance: whether second moments are updated (NorMuon).
         stochastic_rounding: of bf16 parameters without masters.
         num_groups: rows of hyperparameters; a parameter names its own by ``group``.
-        tiles: ``"auto"`` takes the fastest tiles for all matrices together, so that the bits of one depend on how many
-            others there are. With ``"shape"`` they depend on its own shape, if all have the same `alignment_of`.
+        tiles: ``"auto"`` takes the fastest tiles for all matrices together, so that the bits of one may depend on how
+            many others there are. With ``"shape"`` they depend on its own shape, if all have the same `alignment_of`;
+            where all tiles give the same bits (`tiles_agree`), these are the fastest, too.
         spare: how many multiprocessors long launches leave free; see `MuonPlanner`.
         workspace: memory for X, reserved before (`Workspace.reserve`), and for factors; by default a plan has its own.
 
@@ -101,6 +103,10 @@ class MuonBatchPlan:
         self._matrices = in_order(unordered, ns)
         # for each matrix its parameter, and where it begins in the gradient, in bytes
         self._offsets = [(m.parameter, m.offset * first.grad.element_size()) for m in self._matrices]
+        # but for sums of O² over lines, which are added tile by tile
+        sums_lines = variance or rule.renormalize
+        if not sums_lines and tiles_agree(ns.compute_dtype(first.param), self._device):
+            tiles = "auto"
         options = StepOptions.of(
             first,
             ns,
