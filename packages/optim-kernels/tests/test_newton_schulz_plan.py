@@ -184,6 +184,8 @@ def by_torch(
 ) -> Tensor:
     """A product with all that Hopper's kernels may do with it; ``symmetric``: with bᵀ, and mirrored."""
     count, m, _ = out.shape
+    # a shorter batch is repeated
+    b = b.repeat(count // len(b), 1, 1)
     wide = alpha * a.double() @ (b.mT if symmetric else b).double()
     if diagonal is not None:
         on_diagonal = wide.diagonal(dim1=-2, dim2=-1)
