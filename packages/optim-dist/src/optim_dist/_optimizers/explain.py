@@ -107,7 +107,7 @@ def _lines(plan: Plan, options: Options, data: dict[str, Any]) -> list[str]:
         lines += [*data["remarks"], ""]
     lines += [f"{phase}: {reason}" for phase, reason in data["phases"].items()]
     if options.deterministic:
-        lines.append("deterministic: tiles of Muon's kernels are chosen by the shape of each matrix alone")
+        lines.append("deterministic: the bits that Muon's kernels give a matrix do not depend on how many a rank has")
     if options.is_tree:
         lines.append("order: a binary tree over all micro-batches, that of pass j on rank r being number j W + r")
     if data["transport"] == "symm":

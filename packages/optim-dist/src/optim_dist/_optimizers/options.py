@@ -99,9 +99,10 @@ class Options:
         sync_params: what construction does with parameters: ``"broadcast"`` the first rank's, or ``"check"`` that they
             are equal. DTensors are not broadcast; with ``"check"`` the first step compares those that ranks hold
             replicas of (HSDP).
-        deterministic: Muon's kernels choose tiles by the shape of each matrix alone, not by how many of them an owner
-            has: with ``reducer="exact"`` the same gradients give the same bits on any number of ranks. On a CPU, and
-            with ``impl="torch"`` in the group, they do so anyway. Costs speed where owners have many small matrices.
+        deterministic: the bits that Muon's kernels give a matrix depend on it alone, not on how many an owner has:
+            with ``reducer="exact"`` the same gradients give the same bits on any number of ranks. On a CPU, and with
+            ``impl="torch"`` in the group, they do so anyway. On Hopper it costs nothing for products in 16 bits without
+            second moments and ``renormalize``; elsewhere speed, where owners have many small matrices.
         transport: how buckets travel. ``"backend"``: by the process group's collectives. ``"symm"``: by copies between
             GPUs of one host that see each other's memory (torch's symmetric memory), which take no multiprocessors;
             streamed gradients still go by the process group. With ``"symm"`` the reducer is always ``"exact"``. For one

@@ -37,7 +37,7 @@ class MuonPlanner:
 
     Args:
         tiles: with ``"shape"`` the bits of a parameter depend on it alone, and not on which others are stepped with it,
-            which costs speed.
+            which may cost speed (`MuonPlan`).
         spare: how many multiprocessors stay free for other kernels beside launches that last for a whole iteration:
             NCCL's kernels would otherwise wait for the end of each such launch. No bits depend on it.
         workspace: memory for Newton–Schulz, which planners may share. Parameters are stepped in parts that fit.
