@@ -11,7 +11,18 @@ import torch
 from redist_cases import FAMILIES, combined, part_of, random_case, random_parts
 from redist_memory import Live, NoWire
 
-from optim_redist import CommModel, Layout, Mesh, Plan, PlanInfeasibleError, RedistError, bounds, plan, simulate, verify
+from optim_redist import (
+    CommModel,
+    Layout,
+    Mesh,
+    Plan,
+    PlanInfeasibleError,
+    RedistError,
+    bounds,
+    plan,
+    simulate,
+    verify,
+)
 from optim_redist.layout import Chunk
 from optim_redist.program import Program
 
@@ -143,3 +154,35 @@ def test_no_way_through_another_layout_is_much_quicker() -> None:
             # one step more than both plans, if nothing moves in one
             assert made.time <= 1.5 * (first.time + then.time + model.call_seconds), (seed, middle)
     assert limited > 5
+
+
+def test_a_way_through_smaller_parts_may_be_quicker_than_what_fits_in_one_round() -> None:
+    src, dst = Layout(Mesh((4, 2)), [0, None], {1: "sum"}), Layout(Mesh((4, 2)), [None, None])
+    options: dict[str, Any] = {"cost_model": CommModel.preset("h200x4"), "memory_limit": 28 * 2**20}
+    made = plan((2048, 2048), "bf16", src, dst, **options)
+    # the direct exchange takes rounds, and scattering the sum does not
+    others = plan((2048, 2048), "bf16", src, dst, planners=["direct", "relay", "scatter"], **options)
+    assert [step.rounds for step in others.steps] == [1, 1]
+    assert made.planner == "stopover"
+    assert made.time < 0.85 * others.time
+    verify(made)
+
+
+def test_it_is_asked_wherever_the_direct_exchange_takes_rounds() -> None:
+    asked = 0
+    for seed in range(200):
+        shape, src, dst = random_case(seed, "P", [(4,), (2, 2), (2, 4)])
+        try:
+            free = plan(shape, "bf16", src, dst)
+            least = 2 * free.bounds.memory
+            limit = Random(seed).randint(least, max(least, free.peak_bytes))
+            made, direct, through = (
+                plan(shape, "bf16", src, dst, planners=names, memory_limit=limit)
+                for names in (None, ["direct"], ["stopover"])
+            )
+        except RedistError:
+            continue
+        if direct.steps[0].rounds > 1:
+            asked += 1
+            assert made.time <= through.time, seed
+    assert asked > 10

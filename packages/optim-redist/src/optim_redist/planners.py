@@ -15,8 +15,8 @@
                   sides; only if asked for by name, as its search takes milliseconds on three mesh axes and up to
                   seconds on four or five
     packed        under a memory limit: the direct exchange of a donated source that is freed before the target is made
-    stopover      under a memory limit, where others take rounds: a donated source, or contributions, in two exchanges
-                  through a layout whose smaller parts leave more room for buffers
+    stopover      under a memory limit, where no other is one exchange of one round: a donated source, or contributions,
+                  in two exchanges through a layout whose smaller parts leave more room for buffers
     naive         gather everything everywhere, then slice: the baseline
 
 Under a memory limit each exchange runs in as many rounds as its buffers require. A planner that provably cannot be
@@ -70,7 +70,7 @@ def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = N
         planner = _PLANNERS[name]
         if not planner.applies(request, limits):
             continue
-        if asked is None and planner.spares_rounds and any(_fits_at_once(one, request) for one in found):
+        if asked is None and planner.spares_rounds and any(_fits_in_one(one, request) for one in found):
             continue
         if asked is None and found:
             least = planner.least_seconds(request, limits)
@@ -100,8 +100,9 @@ def candidates(request: Request, limits: Bounds, asked: Sequence[str] | None = N
     return found, hopeless
 
 
-def _fits_at_once(candidate: Candidate, request: Request) -> bool:
-    return request.allows(candidate.peak_bytes) and all(step.rounds == 1 for step in candidate.steps)
+def _fits_in_one(candidate: Candidate, request: Request) -> bool:
+    """Whether it is one exchange of one round, which ways of two exchanges are hardly quicker than."""
+    return request.allows(candidate.peak_bytes) and [step.rounds for step in candidate.steps] == [1]
 
 
 def best_relay(problem: Problem, limits: Bounds) -> tuple[str, int]:
@@ -214,7 +215,7 @@ class _Planner(NamedTuple):
     make: Callable[[Request, Bounds], Candidate | None]
     least_seconds: Callable[[Request, Bounds], float]
     applies: Callable[[Request, Bounds], bool] = lambda request, limits: True
-    # when it is asked though not named: with a budget only; where nothing else fits in one round; never
+    # when it is asked though not named: with a budget only; where nothing else fits in one exchange of one round; never
     searches: bool = False
     spares_rounds: bool = False
     by_name_only: bool = False
