@@ -57,6 +57,13 @@ class VocabularyEmbedding(nn.Module):
             {f"x.{name}": "embedding" for name in ("temporal_pos", "patch_pos", "positional_encoding")},
         ),
         (
+            {"x": Weights(pos=(9, 2), pos_enc=(9, 2), codebook=(5, 2), centroids=(5, 2), prototypes=(2, 5, 2))},
+            {f"x.{name}": "embedding" for name in ("pos", "pos_enc", "codebook", "centroids", "prototypes")},
+        ),
+        # a layer with such a name maps features
+        ({"codebook.proj": nn.Linear(3, 2, bias=False)}, {"codebook.proj.weight": "matrix"}),
+        ({"pos": nn.Linear(3, 2, bias=False)}, {"pos.weight": "matrix"}),
+        (
             {"x": Weights(latents=(5, 2), latents_1d=(5, 2), latent_query=(5, 2), queries=(5, 2))},
             {f"x.{name}": "embedding" for name in ("latents", "latents_1d", "latent_query", "queries")},
         ),

@@ -35,11 +35,13 @@ _is_elementwise_name = matcher(
 )
 _is_embedding_class = re.compile(r"embedding(bag)?$", re.IGNORECASE).search
 _is_embedding_name = matcher("wte", "wpe", "emb", "*_emb", "*embed*", "trainable_tokens*")
-# Learned tables that no embedding module holds: positions (rel_pos_h of SAM, temporal_pos of MViT), registers, latents.
+# Learned tables that no embedding module holds: positions (rel_pos_h of SAM, temporal_pos of MViT), registers, latents,
+# and the vectors that others are compared with (codebooks, the centroids of NetVLAD).
 # Only a parameter's own name says so, since modules with such names may map tokens or positions. W_queries is none: the
 # queries of a layer are computed with it.
 _is_table_name = matcher(
-    *("rel_pos*", "*_pos", "position*", "*_position*", "*_token", "*_tokens"),
+    *("rel_pos*", "pos", "*_pos", "pos_enc*", "position*", "*_position*", "*_token", "*_tokens"),
+    *("codebook*", "centroid*", "prototype*"),
     *("latents", "latents_*", "latent_query", "queries", "??*_queries"),
 )
 # lm_heads of MusicGen, lm_head_w of modded-nanogpt
