@@ -316,6 +316,14 @@ def test_extract_of_what_contains_itself():
         extract_state_dict_content(state)
 
 
+def test_an_update_of_what_contains_itself():
+    current, loaded = {"t": torch.zeros(2)}, {"t": torch.ones(2)}
+    current["again"], loaded["again"] = current, loaded
+    with pytest.raises(ValueError, match=r'a dict leads back to it by \["again"\]'):
+        update_param_state_dict_object(current, loaded)
+    assert not current["t"].any()
+
+
 def test_extract():
     module, t = Accumulator(), torch.zeros(1)
     nested = {"m": module, "d": {"m": module, "t": t, "l": [module]}, "e": {}}

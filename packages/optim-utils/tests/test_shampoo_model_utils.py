@@ -257,6 +257,15 @@ def test_meta_script_and_fullgraph_compile(bias, layout):
     assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), layer(x))
 
 
+def test_the_flag_bias_cannot_become_a_parameter_that_nothing_reads():
+    layer = CombinedLinear(3, 2)
+    for value in (nn.Parameter(torch.zeros(2)), torch.zeros(2)):
+        with pytest.raises(TypeError, match=r"bias of a CombinedLinear says whether there is one, .* bias_vector"):
+            layer.bias = value
+    assert layer.bias is True
+    assert list(layer.state_dict()) == ["combined_weight"]
+
+
 def test_wrong_format_is_refused():
     with pytest.raises(ValueError, match="checkpoint_format='flat'"):
         CombinedLinear(1, 1, checkpoint_format="flat")

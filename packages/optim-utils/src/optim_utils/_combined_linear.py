@@ -138,6 +138,15 @@ class CombinedLinear(nn.Module):
         self.combined_weight = nn.Parameter(self._laid_out(torch.empty(shape, device=device, dtype=dtype)))
         self.reset_parameters()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "bias" and isinstance(value, Tensor):
+            # torch would register it as a parameter, which nothing reads
+            raise TypeError(
+                "bias of a CombinedLinear says whether there is one, and cannot be a tensor: write to bias_vector, the "
+                "last column of combined_weight"
+            )
+        super().__setattr__(name, value)
+
     def reset_parameters(self) -> None:
         """Draw new values, in the order in which ``torch.nn.Linear`` draws them."""
         with torch.no_grad():

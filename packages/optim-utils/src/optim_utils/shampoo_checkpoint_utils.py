@@ -16,6 +16,7 @@ from optim_utils._state.load_report import LoadReport, in_words
 from optim_utils._state.nesting import flatten, from_dotted, to_dotted, unflatten
 from optim_utils._state.optimizer_hooks import attach_state_dict_hooks
 from optim_utils._state.update_plan import UpdatePlan
+from optim_utils._state.walk import refuse_cycles
 from optim_utils.optimizer_modules import OptimizerModule
 
 __all__ = [
@@ -90,6 +91,7 @@ def update_param_state_dict_object(
         KeyError: for a key that is not in the loaded state, unless ``enable_missing_key_check`` is off: then it is
             skipped with a warning. A container with nothing to fill is never missing.
         StateLoadError: for a value that does not fit.
+        ValueError: for a current state that contains itself, if the loaded one does, too.
         TypeError: if the current state is neither a dict nor an `OptimizerModule`, so that nothing in it could change.
     """
     if not isinstance(current_param_state_dict, dict | OptimizerModule):
@@ -98,7 +100,11 @@ def update_param_state_dict_object(
             f"{type(current_param_state_dict).__name__}"
         )
     plan = UpdatePlan()
-    plan.add(current_param_state_dict, param_state_dict_to_load, ())
+    try:
+        plan.add(current_param_state_dict, param_state_dict_to_load, ())
+    except RecursionError:
+        refuse_cycles(current_param_state_dict)
+        raise
     texts = [f"Key {key} not found in state dict to load." for key in plan.missing_keys]
     if texts and enable_missing_key_check:
         error = _MissingKeyError(texts[0])
