@@ -399,13 +399,14 @@ def test_a_load_that_is_interrupted_leaves_the_optimizer(kind: Any) -> None:
     ("change", "words"),
     [
         (lambda saved: {"optimizer": saved, "model": {}}, r"got one of \['optimizer', 'model'\]; give that part"),
+        (lambda saved: [saved], "a dict of state and param_groups, got a list; give that part of the checkpoint"),
         (lambda saved: {"state": saved["state"]}, r"a dict of state and param_groups, got one of \['state'\]"),
         (lambda saved: {**saved, "state": [1]}, r"the loaded state must be a dict of parameters' states, got \[1\]"),
         (lambda saved: {**saved, "param_groups": 1}, "the loaded param_groups must be a list of dicts, got 1"),
         (lambda saved: {**saved, "param_groups": [0.5]}, r"param_groups\[0\] must be a dict with a list .*, got 0\.5"),
         (lambda saved: {**saved, "param_groups": [{}]}, r"param_groups\[0\] must be a dict with a list .* None\}"),
     ],
-    ids=["a whole checkpoint", "no groups", "state", "groups", "a number", "no params"],
+    ids=["a whole checkpoint", "a list", "no groups", "state", "groups", "a number", "no params"],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_state_dict_is_refused_in_words(kind: str, change: Any, words: str) -> None:

@@ -107,12 +107,13 @@ def refuse(reason: str | None, name: str) -> None:
         raise ValueError(f"{name} cannot be updated: {reason}")
 
 
-def check_form(content: Mapping[str, Any]) -> None:
+def check_form(content: object) -> None:
     """Raise ``ValueError`` unless this has the form of an optimizer's state dict, which no other part of a file has."""
-    if not {"state", "param_groups"} <= content.keys():
+    if not isinstance(content, Mapping) or not {"state", "param_groups"} <= content.keys():
+        found = f"one of {list(content)[:8]}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
         raise ValueError(
-            "load_state_dict takes what an optimizer's state_dict() returns, a dict of state and param_groups, got one "
-            f"of {list(content)[:8]}; give that part of the checkpoint"
+            "load_state_dict takes what an optimizer's state_dict() returns, a dict of state and param_groups, got "
+            f"{found}; give that part of the checkpoint"
         )
     if not isinstance(content["state"], Mapping):
         raise ValueError(f"the loaded state must be a dict of parameters' states, got {content['state']!r}")
@@ -121,9 +122,9 @@ def check_form(content: Mapping[str, Any]) -> None:
         raise ValueError(f"the loaded param_groups must be a list of dicts, got {groups!r}")
     for number, group in enumerate(groups):
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
-            found = {"params": group.get("params")} if isinstance(group, Mapping) else group
+            shown = {"params": group.get("params")} if isinstance(group, Mapping) else group
             raise ValueError(
-                f"the loaded param_groups[{number}] must be a dict with a list of numbers as params, got {found!r}"
+                f"the loaded param_groups[{number}] must be a dict with a list of numbers as params, got {shown!r}"
             )
 
 
