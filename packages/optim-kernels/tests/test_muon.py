@@ -453,15 +453,28 @@ def test_hyperparameters_may_be_arrays_without_dimensions() -> None:
 @pytest.mark.parametrize(
     "option", ["nesterov", "row_equilibrate", "renormalize", "cautious", "stochastic_rounding", "maximize"]
 )
-def test_what_is_equal_to_a_switch_is_one(option: str, switch: Any) -> None:
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_what_is_equal_to_a_switch_is_one(impl: Any, option: str, switch: Any) -> None:
     """A ``stochastic_rounding`` of NumPy's ended in an error about sequences."""
-    found = []
+    found, tables = [], []
     for value in (switch, bool(switch)):
-        p = nn.Parameter(torch.ones(4, 6, device=DEVICE))
-        p.grad = torch.arange(24, dtype=torch.float32, device=DEVICE).view(4, 6)
-        TritonMuon([p], **{option: value}).step()
+        p = nn.Parameter(torch.ones(4, 6, dtype=torch.bfloat16, device=DEVICE))
+        p.grad = torch.arange(24, dtype=torch.bfloat16, device=DEVICE).view(4, 6)
+        optimizer = TritonMuon([p], impl=impl, **{option: value})
+        optimizer.step()
         found.append(p.detach())
+        tables.append(optimizer.explain())
     torch.testing.assert_close(*found, rtol=0, atol=0)
+    # numbers of launches, which are sums of switches
+    assert tables[0] == tables[1]
+
+
+@pytest.mark.parametrize("option", ["nesterov", "row_equilibrate", "renormalize", "cautious", "maximize"])
+def test_a_rule_has_switches_of_pythons(option: str) -> None:
+    """Kernels are compiled for their values, of which 1 and NumPy's are others than True."""
+    for value in (1, np.True_, 0, np.False_):
+        assert type(getattr(MuonRule(**{option: value}), option)) is bool
+        assert MuonRule(**{option: value}) == MuonRule(**{option: bool(value)})
 
 
 @pytest.mark.filterwarnings("ignore:Please use the new API settings:UserWarning")  # torch 2.9, of the getter

@@ -136,5 +136,6 @@ def step_options_of(group: Mapping[str, Any]) -> dict[str, Any]:
         "rule": rule_of(group),
         "ns": ns_config_of(group),
         "variance": group["beta2"] is not None,
-        "stochastic_rounding": group["stochastic_rounding"],
+        # not NumPy's, with which numbers of launches do not add up
+        "stochastic_rounding": bool(group["stochastic_rounding"]),
     }

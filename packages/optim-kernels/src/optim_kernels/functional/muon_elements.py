@@ -93,7 +93,7 @@ class MuonMomenta:
         launch.follow(
             {"grads": grads, "buffers": buffers, "us": us},
             [_groups_of(groups, len(grads), "grads", len(momenta), "momentum")],
-            [*map(_dtype_of, (grads, buffers, us)), nesterov, maximize],
+            [*map(_dtype_of, (grads, buffers, us)), bool(nesterov), bool(maximize)],
         )
         factors = (as_scalar(whole(factor), launch.one) for factor in (clip_factor, grad_scale))
         launch.run([[value] for value in momenta], *factors)
@@ -180,7 +180,7 @@ class MuonUpdates:
         launch.follow(
             {"params": params, "updates": updates, "masters": masters, "steps": steps},
             columns,
-            [*map(_dtype_of, (params, updates)), MASTER_KINDS.get(master_dtype), cautious, steps is not None],
+            [*map(_dtype_of, (params, updates)), MASTER_KINDS.get(master_dtype), bool(cautious), steps is not None],
             starts if draws_bits else (),
         )
         launch.run(list(zip(rates, decays, strict=True)), launch.counters)

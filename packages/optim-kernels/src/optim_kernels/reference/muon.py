@@ -58,13 +58,10 @@ class MuonRule:
 
     def __post_init__(self) -> None:
         check_scale(self.scale)
-        check_switches(
-            nesterov=self.nesterov,
-            row_equilibrate=self.row_equilibrate,
-            renormalize=self.renormalize,
-            cautious=self.cautious,
-            maximize=self.maximize,
-        )
+        for name in ("nesterov", "row_equilibrate", "renormalize", "cautious", "maximize"):
+            check_switches(**{name: getattr(self, name)})
+            # kernels are compiled for it: 1 and NumPy's would be others than True
+            object.__setattr__(self, name, bool(getattr(self, name)))
 
 
 def check_scale(rule: str) -> None:
