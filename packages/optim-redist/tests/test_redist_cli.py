@@ -9,7 +9,7 @@ import sys
 import threading
 import xml.etree.ElementTree as ElementTree
 from contextlib import redirect_stderr, redirect_stdout
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
@@ -260,6 +260,28 @@ def test_how_to_execute_is_refused_before_anything_is_proven(capsys):
     assert main(["verify", str(EXAMPLES), "--execute", "nccl:4"]) == 2
     # no progress bar before it
     assert capsys.readouterr().err == "optim-redist: --execute is simulate or gloo:8, got 'nccl:4'\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (["--topology", "nodes:{}"], "--topology is flat, nodes:8"),
+        (["--topology", "nodes:axis{}"], "the mesh has no axis '999"),
+        (["--src", "[0~{}]"], "block lengths are whole numbers"),
+        (["--shape", "{}"], "a shape is written 8,8,4"),
+    ],
+    ids=["nodes", "axis", "block", "shape"],
+)
+def test_numbers_of_any_length_are_refused_in_a_line(capsys, option, words):
+    name, value = option[0], option[1].format("9" * 5000)
+    task = {"--shape": "8", "--mesh": "4", "--src": "S(0)", "--dst": "R", name: value}
+    try:
+        status = main(["bound", *chain.from_iterable(task.items())])
+    except SystemExit as refused:
+        status = refused.code
+    assert status == 2
+    assert words in capsys.readouterr().err
+    assert main(["verify", str(EXAMPLES), "--execute", f"gloo:{'9' * 5000}"]) == 2
 
 
 def test_plans_that_were_not_executed_are_named(capsys, tmp_path):

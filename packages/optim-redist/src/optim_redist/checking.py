@@ -15,6 +15,7 @@ from optim_redist.layout import Layout
 from optim_redist.multi_axis import MultiAxisDist
 from optim_redist.planning import plan
 from optim_redist.plans import Plan
+from optim_redist.units import is_count
 from optim_redist.verification import verify
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _num_ranks(execute: str | None) -> int:
     if execute is None or execute == "simulate":
         return 0
     backend, _, count = execute.partition(":")
-    if backend != "gloo" or not count.isdecimal() or not int(count):
+    if backend != "gloo" or not is_count(count) or not int(count):
         raise RedistError(f"--execute is simulate or gloo:8, got {execute!r}")
     return int(count)
 

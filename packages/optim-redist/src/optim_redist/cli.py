@@ -24,7 +24,7 @@ from optim_redist.errors import RedistError
 from optim_redist.layout import Layout, Mesh
 from optim_redist.parsing import parse_layout, parse_mesh
 from optim_redist.plan_text import bounds_lines
-from optim_redist.units import parse_bytes
+from optim_redist.units import is_count, parse_bytes
 
 if TYPE_CHECKING:
     from optim_redist.plans import Plan
@@ -165,7 +165,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
+    if not is_count(text) or not int(text):
         raise argparse.ArgumentTypeError(f"a whole number from 1 on, got {text!r}")
     return int(text)
 
@@ -204,11 +204,11 @@ def _topology(text: str | None, mesh: Mesh) -> Topology | None:
     if text == "flat":
         return Topology.flat(mesh.num_ranks)
     kind, _, what = text.partition(":")
-    if kind == "nodes" and what.isdecimal():
+    if kind == "nodes" and is_count(what):
         return Topology.nodes(int(what))
     if kind == "nodes" and what.startswith("axis"):
         axis = what.removeprefix("axis").lstrip(":")
-        return Topology.from_mesh_axis(mesh, int(axis) if axis.isdecimal() else axis)
+        return Topology.from_mesh_axis(mesh, int(axis) if is_count(axis) else axis)
     raise RedistError(f"--topology is flat, nodes:8, nodes:axis0 or nodes:axis:dp, got {text!r}")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from optim_redist.errors import RedistError
 
+_MOST_DIGITS = 4000  # Python refuses to read more than 4300
 _FOUR_DIGITS = 999.5  # from here on a number rounds to 1000, which three digits write as 1e+03
 
 
@@ -28,6 +29,11 @@ def parse_bytes(text: str) -> int:
         return round(float(digits) * units[text[len(digits) :].strip()])
     except (ValueError, KeyError, OverflowError):
         raise RedistError(f"a size is written 4096, 64KiB or 2GiB, got {text!r}") from None
+
+
+def is_count(text: str) -> bool:
+    """Whether the text is a whole number, of no more digits than Python reads."""
+    return text.isdecimal() and len(text) <= _MOST_DIGITS
 
 
 def format_seconds(seconds: float) -> str:
