@@ -6,6 +6,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -295,6 +296,39 @@ def test_words_of_the_packed_stream_are_checked(name: str, value: object) -> Non
     words: dict[str, Any] = {"seed": 1, "parameter_index": 0, "stream": 0, "step": 1, "offset": 0, name: value}
     with pytest.raises(TypeError, match=f"{name} must be an int or a 0-dim integer tensor, got "):
         packed_philox_uint16(shape=(16,), **words)
+
+
+narrow_integers = pytest.mark.parametrize(
+    ("value", "narrow"),
+    [
+        (200, np.uint8(200)),
+        (200, torch.tensor(200, dtype=torch.uint8)),
+        (2**31 - 1, np.int32(2**31 - 1)),
+        (2**31 - 1, torch.tensor(2**31 - 1, dtype=torch.int32)),
+        (-1, torch.tensor(-1, dtype=torch.int32)),
+    ],
+    ids=["numpy-8", "torch-8", "numpy-32", "torch-32", "torch-32-negative"],
+)
+
+
+@narrow_integers
+def test_narrow_integers_do_not_wrap_around(value: int, narrow: Any) -> None:
+    # of more elements than are computed at a time
+    numel = 20_000
+    assert torch.equal(philox_uint32(narrow, 0, numel), philox_uint32(value, 0, numel))
+    assert torch.equal(philox_uint32(0, narrow, numel), philox_uint32(0, value, numel))
+    for name in ("seed", "parameter_index", "stream", "step", "offset"):
+        words = {"seed": 1, "parameter_index": 2, "stream": 0, "step": 3, "offset": 4}
+        expected = packed_philox_uint16(shape=20, **{**words, name: value})
+        assert torch.equal(packed_philox_uint16(shape=20, **{**words, name: narrow}), expected)
+
+
+def test_products_of_words_are_of_64_bits() -> None:
+    narrow = torch.arange(4, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"words of Philox have to be ints or int64 tensors, got torch\.int32"):
+        philox_4x32((narrow, 0, 0, 0), (1, 2))
+    with pytest.raises(TypeError, match=r"words of Philox have to be ints or int64 tensors, got torch\.int32"):
+        philox_2x32((torch.arange(4), 0), narrow)
 
 
 def test_an_offset_is_the_place_of_the_first_element() -> None:

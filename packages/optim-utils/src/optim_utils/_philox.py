@@ -23,6 +23,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Integral
+from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +59,7 @@ def philox_4x32(
 
     Words are ints or int64 tensors in [0, 2**32) that broadcast together; at least one counter word is a tensor.
     """
+    _check_int64(*counter, *key)
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -76,6 +79,7 @@ def philox_4x32(
 
 def philox_2x32(counter: tuple[Word, Word], key: Word, *, rounds: int = 7) -> tuple[Tensor, Tensor]:
     """The two random words of Philox 2x32 for each counter, as int64 tensors with values in [0, 2**32)."""
+    _check_int64(*counter, key)
     c0, c1 = counter
     for _ in range(rounds):
         product = c0 * _MULTIPLIER_OF_TWO
@@ -86,23 +90,33 @@ def philox_2x32(counter: tuple[Word, Word], key: Word, *, rounds: int = 7) -> tu
     return c0, c1
 
 
+def _check_int64(*words: Word) -> None:
+    """Raise TypeError for a tensor of another dtype, in which products of words wrap around."""
+    for word in words:
+        if isinstance(word, Tensor) and word.dtype != torch.int64:
+            raise TypeError(f"words of Philox have to be ints or int64 tensors, got {word.dtype}")
+
+
 def _words(value: Word, name: str) -> tuple[Word, Word]:
     """Low and high 32-bit word of an int (modulo 2**64) or of a 0-dim integer tensor."""
-    _check_word(value, name)
-    if isinstance(value, Tensor):
-        value = value.to(torch.int64)
+    value = _wide(value, name)
     return value & _WORD, (value >> 32) & _WORD
 
 
-def _check_word(value: Word, name: str) -> None:
+def _wide(value: Word, name: str) -> Word:
+    """``value`` as an int or an int64 tensor: narrower integers of torch and NumPy would wrap around or overflow."""
     if isinstance(value, Tensor):
         if value.dim() != 0 or value.is_floating_point() or value.is_complex():
             raise TypeError(
                 f"{name} must be an int or a 0-dim integer tensor, got {value.dtype} of {tuple(value.shape)}"
             )
+        return value.to(torch.int64)
     # dynamo of torch 2.9 cannot trace a union, and may not know the class of NumPy's integers
-    elif not isinstance(value, (int, torch.SymInt)) and not isinstance(value, Integral):
+    if isinstance(value, (int, torch.SymInt)):
+        return value
+    if not isinstance(value, Integral):
         raise TypeError(f"{name} must be an int or a 0-dim integer tensor, got {value!r}")
+    return index(value)
 
 
 def _indices(offset: Word, count: int, device: torch.device | str | None) -> Tensor:
@@ -117,7 +131,7 @@ def philox_uint32(
     seed: Word, offset: Word, shape: int | Sequence[int], device: torch.device | str | None = None
 ) -> Tensor:
     """The plain stream: one random word (int64, in [0, 2**32)) for each of the elements offset, offset + 1, ..."""
-    _check_word(offset, "offset")
+    offset = _wide(offset, "offset")
     count = _numel(shape)
 
     def words(start: int, stop: int) -> Tensor:
@@ -154,21 +168,16 @@ def packed_philox_uint16(
         step: number of the optimizer step, an int or a 0-dim integer tensor.
         offset: index within the parameter of the first element, for shards.
     """
-    for name, value in (
-        ("seed", seed),
-        ("parameter_index", parameter_index),
-        ("stream", stream),
-        ("offset", offset),
-    ):
-        _check_word(value, name)
+    key = _words(seed, "seed")[0], _words(parameter_index, "parameter_index")[0]
+    first: Any = _wide(offset, "offset")
     count = _numel(shape)
-    first_block = offset // 8
-    num_blocks = (offset + count + 7) // 8 - first_block
+    first_block = first // 8
+    num_blocks = (first + count + 7) // 8 - first_block
     block = _indices(first_block, num_blocks, device)
-    counter = (block & _WORD, (block >> 32) & _WORD, stream, _words(step, "step")[0])
-    words = torch.stack(philox_4x32(counter, (seed & _WORD, parameter_index & _WORD)), dim=-1)
+    counter = (block & _WORD, (block >> 32) & _WORD, _words(stream, "stream")[0], _words(step, "step")[0])
+    words = torch.stack(philox_4x32(counter, key), dim=-1)
     halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)  # [block, word, half]
-    skip = offset - 8 * first_block
+    skip = first - 8 * first_block
     return halves.view(-1)[skip : skip + count].to(torch.int32).view(shape)
 
 
