@@ -5,6 +5,7 @@ raised.
 """
 
 import copy
+import re
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,7 +16,7 @@ from dist_cases import Scenarios, device_of, mesh_of
 from dist_loops import Net, assert_same, batch, build, values
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -41,6 +42,43 @@ def unequal_parameter_lists_are_refused_on_every_rank(rank, world_size):
     named = [(f"w{i}", nn.Parameter(torch.ones(shape, device=device_of(rank)))) for i, shape in enumerate(shapes)]
     with pytest.raises(RuntimeError, match=r"number 1: rank 0 has w1 \(4,\).*rank 1 has w1 \(5,\)"):
         TritonDistAdamW(named)
+
+
+@scenario(2)
+def what_alone_tells_parameters_of_two_ranks_apart_is_named(rank, world_size):
+    square, mesh = torch.ones(4, 4, device=device_of(rank)), mesh_of(world_size)
+    across, rows, columns = square.t(), *(distribute_tensor(square, mesh, [Shard(dim)]) for dim in (0, 1))
+    for of_value, first, second, here, there in (
+        (adamw_over, square, across, "strides (4, 1)", "strides (1, 4)"),
+        (adamw_over, rows, columns, "a DTensor, S(0) over 2 ranks", "a DTensor, S(1) over 2 ranks"),
+        (muon_over, None, 2, "read as it is", "read as (2, 2, 4)"),
+    ):
+        pattern = rf"rank 0 has w \(4, 4\).*, {re.escape(here)}\), rank 1 has w \(4, 4\).*, {re.escape(there)}\)"
+        with pytest.raises(RuntimeError, match=pattern):
+            of_value(second if rank else first)
+
+
+def adamw_over(value, **options):
+    return TritonDistAdamW([("w", nn.Parameter(value))], **options)
+
+
+def muon_over(split_rows):
+    w = nn.Parameter(torch.ones(4, 4, device=device_of(dist.get_rank())))
+    return TritonDistMuon([{"params": [("w", w)], "split_rows": split_rows}])
+
+
+@scenario(2)
+def what_one_rank_finds_wrong_with_dtensors_is_an_error_on_all(rank, world_size):
+    """The others would wait for it until the timeout."""
+    square, mesh = torch.ones(4, 4, device=device_of(rank)), mesh_of(world_size)
+    whole, rows, columns = (distribute_tensor(square, mesh, [each]) for each in (Replicate(), Shard(0), Shard(1)))
+    for first, second, options, refused in (
+        (square, whole, {}, "w: a DTensor on rank 1, a plain tensor on rank 0; call fully_shard or parallelize_module"),
+        (rows, square, {}, "w: a DTensor on rank 0, a plain tensor on rank 1; call fully_shard or parallelize_module"),
+        (rows, columns, {"stochastic_rounding": True}, "numbers elements row by row, but w is cut otherwise"),
+    ):
+        with pytest.raises(ValueError, match=refused):
+            adamw_over(second if rank else first, **options)
 
 
 @scenario(2)

@@ -104,7 +104,7 @@ def check_plan(plan: Plan, hyperparameters: Mapping[str, str], communicator: Com
             if mine != theirs:
                 raise RuntimeError(
                     f"ranks were given different parameters; the first that differs is number {place}: "
-                    f"rank {ranks[0]} has {_brief(mine)}, rank {rank} has {_brief(theirs)}"
+                    f"rank {ranks[0]} has {_brief(mine, theirs)}, rank {rank} has {_brief(theirs, mine)}"
                 )
     raise RuntimeError(
         "ranks have the same parameters and options but different plans; install the same optim_dist on all"
@@ -191,9 +191,20 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256((ctypes.c_char * on_host.nbytes).from_address(on_host.data_ptr())).hexdigest()
 
 
-def _brief(described: list[Any] | None) -> str:
+def _brief(described: list[Any] | None, other: list[Any] | None) -> str:
+    """A parameter, as ``ParameterSpec.describe()`` gives it, as text; details only where ``other`` differs in them."""
     if described is None:
         return "no such parameter"
-    name, shape, _, dtype, route, group, _, _, _, *block = described
-    storage = ", state_dtype='int8'" if block else ""
-    return f"{name} {tuple(shape)} {dtype.removeprefix('torch.')} ({route}, group {group}{storage})"
+    name, shape, stride, dtype, route, group, device, matrices, sharding, *block = described
+    shown = [route, f"group {group}", *(["state_dtype='int8'"] if block else [])]
+    if other is not None:
+        _, their_shape, their_stride, _, _, _, their_device, their_matrices, their_sharding, *_ = other
+        if stride != their_stride and shape == their_shape:
+            shown.append(f"strides {tuple(stride)}")
+        if device != their_device:
+            shown.append(f"on {device}")
+        if matrices != their_matrices:
+            shown.append(f"read as {listed([str(tuple(each)) for each in matrices], 4) or 'it is'}")
+        if sharding != their_sharding:
+            shown.append(f"a DTensor, {sharding}" if sharding else "no DTensor")
+    return f"{name} {tuple(shape)} {dtype.removeprefix('torch.')} ({', '.join(shown)})"

@@ -70,14 +70,17 @@ def check_parameters(
         [list(every[number]) for number in dict.fromkeys(of[place] for of, place in zip(of_rank, each))]
         for each in zip(*(places for *_, places in gathered))
     ]
+    is_cut = [[bool(every[of[place]]) for place in each] for of, (*_, each) in zip(of_rank, gathered)]
     if not findings:
-        findings = dict.fromkeys(_mesh_findings(found, by_entry, communicator.ranks))
-    if not findings:
-        findings = dict.fromkeys(
+        findings = dict.fromkeys(_kind_findings(found, is_cut, communicator.ranks))
+    if not findings and any(map(any, is_cut)):
+        # what a rank finds by its own meshes and placements, which need not be those of others
+        mine_alone = _mesh_findings(found, by_entry, communicator.ranks) or [
             ROUNDING.format(entry.name)
             for entry, meshes in zip(found, by_entry)
             if entry.group in rounded and isinstance(entry.parameter, DTensor) and not _lies_in_rows(entry, meshes)
-        )
+        ]
+        findings = dict.fromkeys(finding for each in communicator.gather_json(mine_alone) for finding in each)
     if findings:
         raise ValueError("parameters that cannot be distributed:\n  " + "\n  ".join(findings))
     return by_entry
@@ -241,6 +244,17 @@ def _placement_findings(name: str, parameter: DTensor) -> list[str]:
     except RedistError as error:
         return [f"{name}: a DTensor whose placements cannot be read: {error}"]
     return []
+
+
+def _kind_findings(found: Sequence[Entry], is_cut: Sequence[Sequence[bool]], ranks: Sequence[int]) -> Iterator[str]:
+    """Which parameters are DTensors on some ranks alone; ``is_cut`` says of each rank's entries whether they are."""
+    for entry, kinds in zip(found, zip(*is_cut)):
+        if len(set(kinds)) > 1:
+            yield (
+                f"{entry.name}: a DTensor on rank {ranks[kinds.index(True)]}, a plain tensor on rank "
+                f"{ranks[kinds.index(False)]}; call fully_shard or parallelize_module on all ranks, and list the same "
+                "parameters in the same order"
+            )
 
 
 def _mesh_findings(found: Sequence[Entry], by_entry: Meshes, ranks: Sequence[int]) -> list[str]:
