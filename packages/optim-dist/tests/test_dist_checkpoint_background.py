@@ -130,7 +130,7 @@ def what_is_saved_is_of_the_moment_of_the_save(rank, world_size):
         assert not saving.done()
         assert checkpoint.latest(folder) is None
         # the last rank, which need not wait for others' steps on a device, could end the save before they have looked
-        optimizer.communicator.barrier()
+        dist.barrier()
         gate.set()
         assert saving.result() == folder / "x" == checkpoint.latest(folder)
     assert saving.done()
@@ -231,7 +231,7 @@ def what_fails_on_one_rank_is_raised_by_wait_on_all(rank, world_size):
                 waits()
             fault = f"rank {failing}: OSError: [Errno 28] No space left on device"
             assert str(raised.value) == f"checkpoint {folder / 'x'} was not saved:\n  {fault}"
-    optimizer.communicator.barrier()
+    dist.barrier()
     assert os.listdir(folder) == []
     # it is known, and in nobody's way
     checkpoint.save(folder / "x", net, optimizer)

@@ -3,6 +3,7 @@
 import copy
 import io
 import os
+import shutil
 
 import pytest
 import torch
@@ -367,6 +368,31 @@ def test_what_one_rank_refuses_is_an_error_on_all(saved):
     for missing, different in run_ranks(refuse_on_one_rank, 2, saved[0]):
         assert "none.pt: [Errno 2] No such file" in missing
         assert "ranks were given different files: ['optim_000002_rank0.pt', 'optim_000002_rank1.pt'] and [" in different
+
+
+def refuse_values(rank, world_size, folder, damaged):
+    optimizer = TritonDistMuonAdamW(groups_of(Net()), timeout=10)
+    texts = "group 0 cannot be taken over: Invalid beta", "the loaded step of 0.0 must be a number of steps"
+    for files, text in zip(damaged, texts, strict=True):
+        with pytest.raises(checkpoint.CheckpointError, match=text):
+            checkpoint.load_nanochat(files, optimizer)
+    assert not any(optimizer.state.values())
+    # and the optimizer goes on
+    checkpoint.load_nanochat(files_of(folder, 2), optimizer)
+
+
+def test_values_that_nobody_takes_over_are_refused_before_anything_has_changed(saved, tmp_path):
+    """The optimizer was left as after a failure in the middle of a load."""
+    damaged = []
+    for name, fault in (
+        ("betas", lambda content: content["param_groups"][0].update(betas=(1.5, 0.9))),
+        ("step", lambda content: content["state"][0].update(step=-3)),
+    ):
+        shutil.copytree(saved[0] / "2", tmp_path / name)
+        damaged.append(sorted((tmp_path / name).glob("*.pt")))
+        for place in range(2):
+            change(damaged[-1], place, fault)
+    run_ranks(refuse_values, 2, saved[0], damaged)
 
 
 def test_moments_of_16_bits_load(tmp_path):

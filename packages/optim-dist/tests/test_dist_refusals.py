@@ -68,6 +68,16 @@ def muon_over(split_rows):
 
 
 @scenario(2)
+def hyperparameters_in_tensors_are_compared_to_their_last_digit(rank, world_size):
+    device = device_of(rank)
+    parameter, betas = nn.Parameter(torch.ones(3, device=device)), torch.tensor([0.9, 0.9 + 1e-6 * rank], device=device)
+    with pytest.raises(RuntimeError, match=r"betas of group 0 is \(0\.8999\d*, 0\.8999\d*\) on rank 0, \(0\.8999"):
+        TritonDistAdamW([parameter], betas=tuple(betas))
+    # tensors on a device of each rank's own are the same numbers
+    TritonDistAdamW([parameter], betas=(betas[0], betas[0].clone()))
+
+
+@scenario(2)
 def what_one_rank_finds_wrong_with_dtensors_is_an_error_on_all(rank, world_size):
     """The others would wait for it until the timeout."""
     square, mesh = torch.ones(4, 4, device=device_of(rank)), mesh_of(world_size)

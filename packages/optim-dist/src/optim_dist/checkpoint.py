@@ -184,6 +184,10 @@ def load_nanochat(files: Iterable[Path_], opt: DistOptimizer, *, index: int | No
     with problems.noted():
         given = nanochat.paths_of(files)
         state = from_nanochat(given, groups, index=index)
+        try:
+            opt.own_part(state)
+        except ValueError as error:
+            raise CheckpointError(given[0].parent, [str(error)]) from error
     found, names = zip(*opt.communicator.gather_json([problems.found, sorted(file.name for file in given)]))
     if any(theirs != names[0] for theirs in names):
         found += ([f"ranks were given different files: {' and '.join(map(str, names))}"],)

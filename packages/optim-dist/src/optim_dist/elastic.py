@@ -104,8 +104,8 @@ class Run:
         """
         if not isinstance(optimizer, DistOptimizer):
             raise TypeError(f"steps takes model, an optimizer of optim_dist and total, got {type(optimizer).__name__}")
-        given = {name: str(getattr(self, name)) for name in ("every", "keep", "poll", "async_", "copies")}
-        compare_options({"total": str(total), **given}, optimizer.communicator)
+        given = {name: repr(getattr(self, name)) for name in ("every", "keep", "poll", "async_", "copies")}
+        compare_options({"total": repr(total), **given}, optimizer.communicator)
         # the save after the last step would be left out
         if not isinstance(total, Real) or math.isnan(total) or total % 1 > 0:
             raise ValueError(f"total must be a whole number of steps, got {total!r}")

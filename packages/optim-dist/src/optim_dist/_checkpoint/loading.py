@@ -24,7 +24,7 @@ from optim_dist._checkpoint import background
 from optim_dist._checkpoint import manifest as manifests
 from optim_dist._checkpoint.codes import decode_where_cut
 from optim_dist._checkpoint.contents import compare_groups, compare_moments, load_groups, named_specs, pieces_of
-from optim_dist._checkpoint.faults import Problems
+from optim_dist._checkpoint.faults import Problems, raised_together
 from optim_dist._checkpoint.manifest import CheckpointError, Manifest, SavedParameter
 from optim_dist._checkpoint.reshard import ROOM, exchange, in_batches, streams
 from optim_dist._checkpoint.rest import Kinds, compare_rest, load_rest, misplaced, rest_of_model, without_copies
@@ -86,9 +86,10 @@ def load(folder: Path, model: nn.Module | None, opt: DistOptimizer, *, verify: b
     with opt.begun_together("checkpoint.load()"), torch.no_grad():
         load_groups(opt, contents.common["groups"])
         _exchange(contents, surveyed.readers, opt)
-        # checkpoints up to version 0.12.14 have no forms
-        load_rest(model, contents.rest, contents.saved_rest, contents.names, contents.common.get("forms", {}))
-        communicator.barrier()  # no rank goes on before all have loaded
+        # no rank goes on before all have loaded
+        with raised_together(communicator, f"the rest of the model was not loaded from {folder}"):
+            # checkpoints up to version 0.12.14 have no forms
+            load_rest(model, contents.rest, contents.saved_rest, contents.names, contents.common.get("forms", {}))
     return contents.common["extra"]
 
 

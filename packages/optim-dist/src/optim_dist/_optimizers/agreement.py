@@ -71,7 +71,7 @@ def describe_groups(groups: Sequence[dict[str, Any]], found: Sequence[Entry]) ->
     Values that are not plain are left out.
     """
     described = {
-        f"{key} of group {index}": str(value.tolist() if isinstance(value, Tensor) else value)
+        f"{key} of group {index}": str(_without_tensors(value))
         for index in sorted({entry.group for entry in found})
         for key, value in groups[index].items()
         if key not in ("params", "param_names") and value is not None and _is_plain(value)
@@ -86,6 +86,13 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, Tensor | int | float | str | torch.dtype)
+
+
+def _without_tensors(value: Any) -> Any:
+    """A plain value with numbers for tensors, whose own text has their device, another on each rank, and few digits."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_without_tensors, value))
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def check_plan(plan: Plan, hyperparameters: Mapping[str, str], communicator: Communicator) -> None:

@@ -49,11 +49,10 @@ def consolidate(optimizer: LiveOptimizer, to: int | None) -> Consolidated | None
     communicator = optimizer.communicator
     optimizer.check_open()
     communicator.check_ranks()
-    compare_options({"to of consolidate_state_dict": str(to)}, communicator)
+    compare_options({"to of consolidate_state_dict": repr(to)}, communicator)
     if to is None:
         return None
     if not isinstance(to, int) or not 0 <= to < communicator.world_size:
         raise ValueError(f"to must be one of the optimizer's ranks 0-{communicator.world_size - 1}, got {to!r}")
-    with optimizer.begun_together("consolidate_state_dict()"):
-        full = full_state_dict(optimizer, communicator.chunk_of(to))
+    full = full_state_dict(optimizer, "consolidate_state_dict()", communicator.chunk_of(to))
     return Consolidated(to, full.get("state"))

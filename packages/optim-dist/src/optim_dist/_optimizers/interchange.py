@@ -17,7 +17,7 @@ from torch.optim import AdamW, Muon
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard, make_shard
 from optim_dist._optimizers.state_part import StatePart
-from optim_dist._optimizers.states import as_numbers, numbers_in_groups
+from optim_dist._optimizers.states import as_numbers, check_tensors, numbers_in_groups
 from optim_dist.plan import ParameterSpec, RouteName
 
 
@@ -30,6 +30,7 @@ def complete_state(optimizer: LiveOptimizer) -> dict[int, dict[str, Any]]:
         shard = mine.get(index)
         if shard is not None:
             state = optimizer.completed_state(shard)
+            check_tensors(state, spec.name)
         else:
             nothing = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
             state = optimizer.new_state(make_shard(entry, index, 0, spec.numel, nothing))

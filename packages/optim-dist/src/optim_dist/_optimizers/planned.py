@@ -57,6 +57,9 @@ class PlannedOptimizer(LiveOptimizer):
         """Which update a group takes."""
         raise NotImplementedError
 
+    def _check_states(self) -> None:
+        """Refuse states that cannot be moved to another plan."""
+
     def _views(self, group: dict[str, Any]) -> Sequence[MatrixView | None]:
         """How each parameter is read as matrices; None where that does not matter."""
         return [None] * len(group["params"])
@@ -183,11 +186,11 @@ class PlannedOptimizer(LiveOptimizer):
         self.check_open()
         self.communicator.check_ranks()
         with agreement.refused_together("the plan was not rebuilt", self.communicator):
-            step_checks.check_listed(self.param_groups, self._listed)
+            self.check_places()
             self._planned_views.check(self.param_groups, self._views)
             for group in self.param_groups:
                 self._check_group(group, stepped=True)
-            self.check_places()
+            self._check_states()
             step_checks.check_no_gradients(
                 construction.names_of(self.param_groups, self._options.model), self.param_groups
             )
@@ -298,7 +301,8 @@ class PlannedOptimizer(LiveOptimizer):
         return self._unbucketed.layouts
 
     def check_places(self) -> None:
-        """Refuse parameters that have left their buckets, or whose place in the model another one has taken."""
+        """Refuse what is not where it was planned: parameters in groups, in buckets and, with ``model=``, in it."""
+        step_checks.check_listed(self.param_groups, self._listed)
         self._places.check()
         self._bucketed.check_pointers()
 

@@ -136,9 +136,21 @@ class StatefulOptimizer(PlannedOptimizer):
         return self._masters.followed(shard, state)
 
     def kept_state(self, shard: Shard) -> dict[str, Any]:
+        return self._masters.followed(shard, self._checked_state(shard))
+
+    def _checked_state(self, shard: Shard) -> dict[str, Any]:
+        """The ``kept_state`` before masters have followed; refused if somebody has changed it to what nobody loads."""
         shown = self._shown_keys.get(id(shard.parameter), set())
         kept = {key: value for key, value in self.state.get(shard.parameter, {}).items() if key not in shown}
-        return self._masters.followed(shard, kept)
+        if kept:
+            loaded_state.check_kept(kept, shard, self.plan.parameters[shard.index].route)
+            states.check_tensors(kept, shard.name)
+        return kept
+
+    def _check_states(self) -> None:
+        if self.communicator.world_size > 1:
+            for shard in self.shards():
+                self._checked_state(shard)
 
     def put_state(self, shard: Shard, state: dict[str, Any]) -> None:
         """Replace a shard's state, which may have been made only to be shown, by one that steps made elsewhere."""
@@ -276,8 +288,7 @@ class StatefulOptimizer(PlannedOptimizer):
         self.check_open()
         if self.communicator.world_size > 1:  # else the state is all here
             self.communicator.check_ranks()
-        with self.begun_together("full_state_dict()"):
-            return whole_state.full_state_dict(self)
+        return whole_state.full_state_dict(self, "full_state_dict()")
 
     def __getstate__(self) -> dict[str, Any]:
         content, state = super().__getstate__(), copy.copy(self.state)
@@ -292,9 +303,13 @@ class StatefulOptimizer(PlannedOptimizer):
         It has numbers for its parameters, or names as the full states of torch's ``get_optimizer_state_dict``.
         """
         self.check_open()
-        state_dict = loaded_state.adapted(self, state_dict)
+        own = self.own_part(state_dict)
         with states.without_hooks(self):
-            self.load_state_dict(whole_state.cut_full_state_dict(self, state_dict))
+            self.load_state_dict(own)
+
+    def own_part(self, full: dict[str, Any]) -> dict[str, Any]:
+        """What ``load_full_state_dict`` takes over on this rank; a ValueError if the state does not fit."""
+        return whole_state.cut_full_state_dict(self, loaded_state.adapted(self, full))
 
 
 def _storage_options(group: dict[str, Any]) -> list[Any]:

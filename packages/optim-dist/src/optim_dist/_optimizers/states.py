@@ -61,6 +61,16 @@ def without_hooks(optimizer: Optimizer) -> Iterator[None]:
         attributes.update(hidden)
 
 
+def check_tensors(state: Mapping[str, Any], name: str) -> None:
+    """Refuse entries of a parameter's state that are no tensors: what ranks put together are parts of tensors."""
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"the state of {name} has {key}={value!r}, but can be saved and moved between ranks only if it holds "
+                "tensors alone; make it one, or keep it in the group"
+            )
+
+
 def in_memory_order(tensor: Tensor) -> Tensor:
     """The elements of a dense tensor in memory order, ``[numel]``."""
     return tensor.as_strided((tensor.numel(),), (1,))

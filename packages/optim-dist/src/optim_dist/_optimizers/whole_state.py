@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from optim_dist._optimizers.agreement import refused_together
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.layouts import layout_of, local
 from optim_dist._optimizers.live import LiveOptimizer
@@ -32,15 +33,32 @@ from optim_redist import Layout, Mesh, redistribute_local
 from optim_redist.index_sets import intervals
 
 
-def full_state_dict(optimizer: LiveOptimizer, to_chunk: int = 0) -> dict[str, Any]:
-    """The one-process state on the CPU of the owner of ``to_chunk``; ``{}`` elsewhere. Owners send each piece once."""
+def full_state_dict(optimizer: LiveOptimizer, what: str, to_chunk: int = 0) -> dict[str, Any]:
+    """The one-process state on the CPU of the owner of ``to_chunk``; ``{}`` elsewhere. Owners send each piece once.
+
+    Collective; ``what`` is what errors call it.
+    """
+    communicator = optimizer.communicator
+    mine: dict[int, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    with refused_together(f"{what} gathered nothing", communicator):
+        mine |= {shard.index: optimizer.kept_state(shard) for shard in optimizer.shards()}
+        # groups are copied with their tensors: schedulers change an lr in place
+        groups += copy.deepcopy(packed_groups(optimizer))
+    with optimizer.begun_together(what):
+        full = {"state": _whole_states(optimizer, mine, to_chunk), "param_groups": groups}
+        make_groups_plain(full)
+    return full if communicator.rank == to_chunk else {}
+
+
+def _whole_states(
+    optimizer: LiveOptimizer, mine: Mapping[int, dict[str, Any]], to_chunk: int
+) -> dict[int, dict[str, Tensor | None]]:
+    """Whole states keyed by number in torch's form; ``mine`` is what this rank has, by plan index. Collective."""
     plan, communicator = optimizer.plan, optimizer.communicator
-    mine = {shard.index: optimizer.kept_state(shard) for shard in optimizer.shards()}
     plain = {str(index): _described(state) for index, state in mine.items() if not plan.parameters[index].sharding}
     described = communicator.gather_json(plain)
     numbers = numbers_in_groups(optimizer)
-    # groups are copied with their tensors: schedulers change an lr in place
-    groups = copy.deepcopy(packed_groups(optimizer))
     states: dict[int, dict[str, Tensor | None]] = {}
     for index, (spec, entry) in enumerate(zip(plan.parameters, optimizer.entries)):
         if spec.sharding:
@@ -53,9 +71,7 @@ def full_state_dict(optimizer: LiveOptimizer, to_chunk: int = 0) -> dict[str, An
                 whole[key] = _gathered(mine.get(index, {}).get(key), form, optimizer, index, to_chunk=to_chunk)
         if whole and communicator.rank == to_chunk:
             states[numbers[id(entry.parameter)]] = whole
-    full = {"state": states, "param_groups": groups}
-    make_groups_plain(full)
-    return full if communicator.rank == to_chunk else {}
+    return states
 
 
 class _Form(NamedTuple):

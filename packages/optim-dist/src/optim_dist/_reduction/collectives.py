@@ -252,10 +252,6 @@ class Communicator:
             every = dict.fromkeys(problem for found in gathered for problem in found)
             raise RuntimeError(f"{what}:\n  " + "\n  ".join(every))
 
-    def barrier(self) -> None:
-        """Return once every rank has arrived."""
-        self.gather_json(None)
-
     def named(self, work: Waitable, what: str, flat: Tensor | None = None) -> Waitable:
         """``work`` of these ranks, with an error that names the operation."""
         return _Named(work, self, what, flat)
