@@ -689,6 +689,17 @@ def test_a_switch_that_is_no_bool_may_be_off() -> None:
     assert not any(map(torch.equal, params, before))
 
 
+@pytest.mark.parametrize("order", [Decimal(3), np.array(3), torch.tensor(3.0)], ids=repr)
+def test_the_order_of_the_norm_may_become_any_number(order: Any) -> None:
+    params = make_params(((6, 5), (4, 3)))
+    optimizer = TritonAdamW(params, impl="torch", max_norm=0.5)
+    optimizer.step()
+    optimizer.param_groups[0]["norm_type"] = order
+    optimizer.step()
+    expected = torch.cat([p.grad.double().flatten() for p in params if p.grad is not None]).norm(3.0)
+    torch.testing.assert_close(optimizer.grad_norm, expected.float())
+
+
 @pytest.mark.parametrize("limit", [Decimal("0.5"), Fraction(1, 2), np.array(0.5), np.float32(0.5)], ids=repr)
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 def test_the_limit_of_the_norm_may_be_any_number(impl: Any, limit: Any) -> None:

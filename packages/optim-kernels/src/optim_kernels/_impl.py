@@ -14,9 +14,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from optim_kernels._options import is_one_of
-
 Impl = Literal["auto", "torch", "triton"]
+_IMPLS = get_args(Impl)
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Tensors of other classes (DTensors, fake tensors) may hold no values of their own.
@@ -25,8 +24,9 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 def check_impl(impl: str) -> None:
     """Raise ``ValueError`` unless ``impl`` is one of the three choices."""
-    if not is_one_of(impl, get_args(Impl)):
-        raise ValueError(f"impl must be one of {get_args(Impl)}, got {impl!r}")
+    # asked of every call; an array of names cannot be compared with them
+    if not isinstance(impl, str) or impl not in _IMPLS:
+        raise ValueError(f"impl must be one of {_IMPLS}, got {impl!r}")
 
 
 @cache

@@ -195,7 +195,7 @@ def sum_of_squares(tensors: Tensors, *, out: Tensor | None = None) -> Tensor:
 def _check_numbers(**numbers: object) -> None:
     """Raise ``TypeError`` for what ``float()`` does not take, in words that name it; texts it does, as in torch."""
     for name, number in numbers.items():
-        if not isinstance(number, float | int | str) and not hasattr(number, "__float__"):
+        if type(number) is not float and not isinstance(number, int | str) and not hasattr(number, "__float__"):
             raise TypeError(f"{name} must be a number, got {number!r}")
 
 

@@ -63,7 +63,9 @@ def clipping_of_step(optimizer: StatefulOptimizer) -> Clipping:
     if not are_plain or (max_norm is not None and not max_norm > 0) or any(other != each[0] for other in each):
         for group in optimizer.param_groups:
             check_clipping(optimizer, group)
-    return each[0]
+        # as the constructor makes it: torch's norms take Python's numbers alone
+        norm_type = float(norm_type)
+    return max_norm, norm_type
 
 
 def check_here(optimizer: StatefulOptimizer, grads: Sequence[Tensor | None]) -> None:

@@ -115,14 +115,21 @@ def adamw_(
     # the kernels can update whatever a plan was made for
     planned = plan is not None and impl != "torch" and plan.is_for(params)
     # an empty list stands for none, as in torch's own functions
-    more_state = _filled(max_exp_avg_sqs=max_exp_avg_sqs, masters=masters)
+    more_state: dict[str, Any] = {
+        "max_exp_avg_sqs": _filled("max_exp_avg_sqs", max_exp_avg_sqs),
+        "masters": _filled("masters", masters),
+    }
     hyper: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
     scaling: dict[str, Any] = {
         "grad_scale": whole(grad_scale),
         "found_inf": whole(found_inf),
         "clip_factor": whole(clip_factor),
     }
-    places = {"indices": indices, **_filled(starts=starts, present=present)}
+    places: dict[str, Any] = {
+        "indices": indices,
+        "starts": _filled("starts", starts),
+        "present": _filled("present", present),
+    }
     rounding: dict[str, Any] = {"stochastic_rounding": stochastic_rounding, "seed": seed}
 
     lists: dict[str, Any] = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, **more_state}
@@ -165,12 +172,12 @@ def adamw_(
     torch.autograd.graph.increment_version(params)
 
 
-def _filled(**lists: Sequence[Any] | None) -> dict[str, Any]:
-    """The lists, with ``None`` for empty ones."""
-    for name, each in lists.items():
-        if each is not None:
-            check_list(name, each)
-    return {name: each or None for name, each in lists.items()}
+def _filled(name: str, each: Sequence[Any] | None) -> Any:
+    """The list, or ``None`` if it is empty."""
+    if each is None:
+        return None
+    check_list(name, each)
+    return each or None
 
 
 def _check_arguments(
