@@ -391,6 +391,12 @@ def test_cost_models():
             NewtonSchulzCost(steps=wrong)
 
 
+def test_options_of_cost_models_may_be_numpys():
+    numpy = pytest.importorskip("numpy")
+    assert BytesCost(numpy.uint8(64))((3, 100), torch.float32) == BytesCost(64)((3, 100), torch.float32)
+    assert NewtonSchulzCost(numpy.uint8(5))((100, 200), torch.float32) == NewtonSchulzCost(5)((100, 200), torch.float32)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

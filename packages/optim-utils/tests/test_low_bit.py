@@ -403,6 +403,12 @@ def test_aligned_bounds_cover_everything_evenly(numel: int, parts: int, block_si
     assert max(sizes) - min(sizes) <= 1
 
 
+def test_bounds_of_numpys_integers_do_not_wrap_around() -> None:
+    assert aligned_bounds(np.uint8(200), np.uint8(3), np.uint8(64)) == aligned_bounds(200, 3, 64)
+    most = np.int32(2**31 - 1)
+    assert aligned_bounds(most, np.int32(3), np.int32(64)) == aligned_bounds(2**31 - 1, 3, 64)
+
+
 def test_dtypes_and_out() -> None:
     x = torch.randn(40)
     q = quantize(x.bfloat16(), INT8)

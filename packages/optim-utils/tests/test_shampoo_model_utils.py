@@ -266,6 +266,13 @@ def test_the_flag_bias_cannot_become_a_parameter_that_nothing_reads():
     assert list(layer.state_dict()) == ["combined_weight"]
 
 
+def test_sizes_may_be_numpys():
+    numpy = pytest.importorskip("numpy")
+    layer = CombinedLinear(numpy.uint8(255), numpy.uint8(3))
+    assert layer.combined_weight.shape == (3, 256)
+    assert layer.extra_repr() == "self.in_features=255, self.out_features=3, self.in_features_with_bias=256"
+
+
 def test_wrong_format_is_refused():
     with pytest.raises(ValueError, match="checkpoint_format='flat'"):
         CombinedLinear(1, 1, checkpoint_format="flat")

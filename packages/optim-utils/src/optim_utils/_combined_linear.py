@@ -124,7 +124,7 @@ class CombinedLinear(nn.Module):
             raise ValueError(f"{checkpoint_format=} has to be one of {_FORMATS}")
         if align_rows and column_major:
             raise ValueError("align_rows and column_major are two layouts of the same memory: give one of them")
-        sizes_of((in_features, out_features), "(in_features, out_features)")
+        in_features, out_features = sizes_of((in_features, out_features), "(in_features, out_features)")
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features

@@ -34,7 +34,7 @@ class BytesCost:
     alignment: int = 64
 
     def __post_init__(self) -> None:
-        _check_count("alignment", self.alignment)
+        object.__setattr__(self, "alignment", _count("alignment", self.alignment))
 
     def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         check_torch_dtype(dtype)
@@ -60,7 +60,7 @@ class NewtonSchulzCost:
     steps: int = 5
 
     def __post_init__(self) -> None:
-        _check_count("steps", self.steps)
+        object.__setattr__(self, "steps", _count("steps", self.steps))
 
     def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         sizes = sizes_of(shape)
@@ -154,8 +154,7 @@ def partition(
         ValueError: for an argument out of its range, or whose length does not match ``costs`` or ``num_ranks``; and if
             no partition within ``memory_cap`` was found: the error names the smallest cap for which one was found.
     """
-    _check_count("num_ranks", num_ranks)
-    num_ranks = int(num_ranks)  # numpy's integers would overflow
+    num_ranks = _count("num_ranks", num_ranks)
     costs = _checked("costs", costs)
     initial = _checked("initial_load", initial_load, num_ranks) if initial_load is not None else [0] * num_ranks
     _check_total("costs and initial_load", [*costs, *initial])
@@ -178,9 +177,11 @@ def partition(
     )
 
 
-def _check_count(name: str, value: int) -> None:
+def _count(name: str, value: int) -> int:
+    """``value`` as an int of Python's own, as numpy's would overflow; ValueError if it is no integer of at least 1."""
     if not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+    return int(value)
 
 
 def _checked(name: str, values: Sequence[float], length: int | None = None) -> list[float]:

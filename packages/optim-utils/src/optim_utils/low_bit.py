@@ -261,6 +261,8 @@ def aligned_bounds(numel: int, parts: int, block_size: int) -> tuple[tuple[int, 
     for name, value in (("numel", numel), ("parts", parts), ("block_size", block_size)):
         if not isinstance(value, Integral):
             raise TypeError(f"{name} of aligned_bounds must be an integer, got a {type(value).__name__}")
+    # products of numpy's integers would wrap around
+    numel, parts, block_size = int(numel), int(parts), int(block_size)
     if numel < 0 or parts < 1 or block_size < 1:
         raise ValueError(
             f"aligned_bounds takes numel >= 0, parts >= 1, block_size >= 1, got {numel}, {parts}, {block_size}"
