@@ -41,6 +41,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from optim_kernels._hopper.chain_kernel import chain_kernel
+from ptx import fused_with_sums
 from sass import disassembled, unwritten_reads
 
 def block(rows, columns):
@@ -69,7 +70,8 @@ def compiled(panels, ending, parameter, master):
     command = [get_ptxas(90).path, "-arch=sm_90a", "-v", path, "-o", path.with_suffix(".cubin")]
     messages = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     code = disassembled(path.with_suffix(".cubin"))
-    return messages, made.metadata.shared, code.count("R2UR"), code.count("HGMMA"), unwritten_reads(code)
+    fused = fused_with_sums(made.asm["ptx"])
+    return messages, made.metadata.shared, code.count("R2UR"), code.count("HGMMA"), unwritten_reads(code), fused
 
 for variant in json.loads(sys.argv[2]):
     try:
@@ -101,11 +103,13 @@ VARIANTS = [
     (True, Ending.UPDATE, "float32", 0),
     (True, Ending.SQUARES, "bfloat16", 0),
 ]
+# ptxas's messages, shared memory, moves, products, reads of nothing, sums multiplied in a fused addition
+Compiled = tuple[str, int, int, int, list[str], list[str]]
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, int, int, int, list[str]] | str]:
-    """Of every variant ptxas's messages, shared memory, moves, products, reads of nothing; or why there are none."""
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled | str]:
+    """Of every variant what COMPILE finds, or why it does not."""
     path = tmp_path_factory.mktemp("chain") / "chain.ptx"
     variants = json.dumps([(panels, ending.value, *rest) for panels, ending, *rest in VARIANTS])
     return lines_of(COMPILE, str(path), variants, count=len(VARIANTS))
@@ -116,16 +120,18 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, int, i
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6) or sys.platform != "linux", reason="needs Triton 3.6"
 )
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant)))
-def test_the_chain_compiles_for_hopper(
-    variant: tuple[bool, Ending, str, int], compiled: list[tuple[str, int, int, int, list[str]] | str]
-) -> None:
-    """Within its shared memory, little spilled, products wait neither for one another nor for their own addresses."""
+def test_the_chain_compiles_for_hopper(variant: tuple[bool, Ending, str, int], compiled: list[Compiled | str]) -> None:
+    """Within its shared memory, little spilled, products wait neither for one another nor for their own addresses.
+
+    And its sums are rounded as in other kernels.
+    """
     found = compiled[VARIANTS.index(variant)]
     assert not isinstance(found, str), found[-3000:]
-    messages, shared, moves, products, unwritten = found
+    messages, shared, moves, products, unwritten, fused = found
     assert shared <= 232_448  # bytes that a program on Hopper may have
     assert "serialized" not in messages
     assert unwritten == []
+    assert fused == []
     # addresses of operands stay in uniform registers: four moves a product where ptxas sees warps part (`pairs.rank`)
     assert moves < products
     # by ptxas as it is: the level of register allocation that Triton 3.9 asks for spills up to 280 bytes

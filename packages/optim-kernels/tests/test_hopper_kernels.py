@@ -36,6 +36,7 @@ from optim_kernels._hopper.lone_kernel import lone_kernel
 from optim_kernels._hopper.ping_pong_kernels import product_kernel
 from optim_kernels._hopper.update_kernel import update_product_kernel
 from optim_kernels._hopper.wide_kernel import wide_product_kernel
+from ptx import fused_with_sums
 from sass import disassembled, unwritten_reads
 
 def block(rows, columns, dtype=gl.float16):
@@ -113,7 +114,8 @@ def compiled(kind):
     messages = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     numbers = [each.name for each in kernel.params if signature[each.name] == "i32" and not each.do_not_specialize]
     unwritten = unwritten_reads(disassembled(path.with_suffix(".cubin")))
-    return made.metadata.shared, made.metadata.num_warps, products, numbers, unwritten, messages
+    fused = fused_with_sums(made.asm["ptx"])
+    return made.metadata.shared, made.metadata.num_warps, products, numbers, unwritten, fused, messages
 
 for kind in sys.argv[2:]:
     try:
@@ -145,8 +147,9 @@ KINDS = {
     "symmetric half lone": 2 * 4,
     "general square lone": 2 * 4,
 }
-# memory, warps, products, numbers that Triton makes constants where they are 1, reads of nothing, ptxas's messages
-Compiled = tuple[int, int, int, list[str], list[str], str]
+# memory, warps, products, numbers that Triton makes constants where they are 1, reads of nothing, sums multiplied in a
+# fused addition, ptxas's messages
+Compiled = tuple[int, int, int, list[str], list[str], list[str], str]
 
 
 @pytest.fixture(scope="module")
@@ -164,10 +167,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled | s
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernels_compile_for_hopper(kind: str, compiled: dict[str, Compiled | str]) -> None:
-    """Within their shared memory, without spilled numbers or products that wait for one another."""
+    """Within their shared memory, without spilled numbers or products that wait for one another; rounded alike."""
     found = compiled[kind]
     assert not isinstance(found, str), found[-3000:]
-    shared, warps, products, numbers, unwritten, messages = found
+    shared, warps, products, numbers, unwritten, fused, messages = found
     assert shared <= 232_448  # bytes that a program on Hopper may have
     # three, two or one consumers of four, and the producer's group
     assert warps == (8 if "small" in kind or "half" in kind else 16 if "tall" in kind else 12)
@@ -175,6 +178,8 @@ def test_the_kernels_compile_for_hopper(kind: str, compiled: dict[str, Compiled 
     # of a sum of one term ptxas does not write all that it reads: see `_hopper.ring`
     assert set(numbers) <= {"num_rows", "num_columns"}  # of matrices in int8, which are never so small
     assert unwritten == []
+    # sums in int8 are exact, and no chain takes them
+    assert fused == [] or "int8" in kind
     assert "serialized" not in messages
     # Triton 3.9's ptxas keeps both uses of a mask of 256 columns; that product is one of 22
     most = 48 if kind == "general apart lone" and triton.__version__.startswith("3.9.") else 0
