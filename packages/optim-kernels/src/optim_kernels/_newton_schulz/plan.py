@@ -89,7 +89,7 @@ class Plan:
         count, m, n = g.shape
         kind = dtype, g.device
         # row factors would have to scale both numbers of R
-        in_factors = not config.row_factors and takes_factors(count, m, n, *kind)
+        in_factors = config.restarts_alone_in_factors and takes_factors(count, m, n, *kind)
         self._jobs = jobs_of(config, m, n, in_factors=in_factors, in_pairs=takes_pairs(count, m, *kind))
         self._ahead = _reads_ahead(self._jobs)
         self._config = config
