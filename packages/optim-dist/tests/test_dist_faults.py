@@ -12,6 +12,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
+from dist_cases import mesh_of
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
@@ -288,6 +289,31 @@ def consolidate_to_different_kinds(rank, world_size):
 
 def test_a_text_is_no_rank():
     run_ranks(consolidate_to_different_kinds, 2, timeout=60)
+
+
+def have_state_on_one_rank(rank, world_size, folder):
+    mesh = mesh_of(world_size)
+    for dim in range(2):
+        cut = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(dim)]))
+        optimizer = TritonDistAdamW([("cut", cut), ("plain", nn.Parameter(torch.ones(9)))], timeout=10)
+        gradient = torch.ones_like(cut)
+        cut.grad = gradient if rank == 0 else None
+        optimizer.step()
+        optimizer.zero_grad()
+        for call in (a_save, a_full_state, a_consolidation):
+            with pytest.raises(RuntimeError, match=r"state of cut has exp_avg, .* on rank 0, nothing on rank 1\."):
+                call(optimizer, f"{folder}/{dim}")
+        # the optimizer goes on, and so do checkpoints once all ranks have it
+        cut.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+        for call in (a_save, a_full_state, a_consolidation):
+            call(optimizer, f"{folder}/{dim}")
+        checkpoint.load(f"{folder}/{dim}/x", None, optimizer)
+
+
+def test_state_of_a_dtensor_on_some_ranks_alone_is_not_saved(tmp_path):
+    run_ranks(have_state_on_one_rank, 2, str(tmp_path), timeout=60)
 
 
 def step_in_order(rank, world_size, orders):

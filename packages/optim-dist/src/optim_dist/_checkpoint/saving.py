@@ -28,10 +28,11 @@ from optim_dist._checkpoint.contents import (
 )
 from optim_dist._checkpoint.faults import raised_together
 from optim_dist._checkpoint.removal import Choice
+from optim_dist._checkpoint.reshard import VALUE
 from optim_dist._checkpoint.rest import rest_of_model, whole_rest
 from optim_dist._checkpoint.staging import Staging, on_host
 from optim_dist._checkpoint.writing import LATEST, Destination, Snapshot, write
-from optim_dist._optimizers.agreement import check_options
+from optim_dist._optimizers.agreement import check_options, check_same_entries
 from optim_dist._optimizers.base import DistOptimizer
 from optim_dist._plain_names import plain_names, plain_path
 from optim_dist._reduction.collectives import Communicator
@@ -74,6 +75,10 @@ def save(
         # takes memory, of which one rank may have too little
         parts, cut = own_parts(opt, specs, to_host)
     _check_names(specs, communicator, destination.failed)
+    entries: dict[str, list[str]] = {}
+    for part in cut:
+        entries.setdefault(part.name, []).extend([] if part.key == VALUE else [part.key])
+    check_same_entries(entries, destination.failed, communicator)
     is_first = communicator.rank == 0
     # collective if there are DTensors, so not inside ``raised_together``
     with opt.begun_together("checkpoint.save()"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -166,6 +167,33 @@ def check_equal(named: Iterable[tuple[str, Tensor]], communicator: Communicator,
         raise RuntimeError(
             f"{comparison.when}: parameters differ from rank {ranks[0]}'s: {listed(different, 8)}; {comparison.advice}"
         )
+
+
+def check_same_entries(entries: Mapping[str, Sequence[str]], what: str, communicator: Communicator) -> None:
+    """Refuse DTensors whose states have other entries on other ranks: nobody could put their parts together.
+
+    Collective.
+
+    Args:
+        entries: the names of the entries of every DTensor's state, by its name; no DTensors, no message.
+        what: what the error begins with.
+    """
+    if not entries:
+        return
+    described = hashlib.sha256(json.dumps(list(entries.values())).encode()).hexdigest()
+    if len(set(communicator.gather_json(described))) == 1:
+        return
+    ranks, gathered = communicator.ranks, communicator.gather_json(dict(entries))
+    for rank, theirs in zip(ranks, gathered):
+        for name, here in gathered[0].items():
+            there = theirs.get(name, [])
+            if here != there:
+                mine, its = (listed(each, 4) or "nothing" for each in (here, there))
+                raise RuntimeError(
+                    f"{what}: the state of {name} has {mine} on rank {ranks[0]}, {its} on rank {rank}. A DTensor must "
+                    "have a gradient on all ranks or on none; start all ranks again from the newest checkpoint, with "
+                    "debug=True, which finds the step"
+                )
 
 
 def check_step(found: Sequence[Sequence[float]], ranks: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from optim_dist._optimizers.agreement import refused_together
+from optim_dist._optimizers.agreement import check_same_entries, refused_together
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.layouts import layout_of, local
 from optim_dist._optimizers.live import LiveOptimizer
@@ -45,6 +45,9 @@ def full_state_dict(optimizer: LiveOptimizer, what: str, to_chunk: int = 0) -> d
         mine |= {shard.index: optimizer.kept_state(shard) for shard in optimizer.shards()}
         # groups are copied with their tensors: schedulers change an lr in place
         groups += copy.deepcopy(packed_groups(optimizer))
+    specs = optimizer.plan.parameters
+    cut_entries = {specs[index].name: sorted(state) for index, state in mine.items() if specs[index].sharding}
+    check_same_entries(cut_entries, f"{what} gathered nothing", communicator)
     with optimizer.begun_together(what):
         full = {"state": _whole_states(optimizer, mine, to_chunk), "param_groups": groups}
         make_groups_plain(full)
