@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from array import array
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from optim_kernels import NSConfig, TritonAdamW, TritonMuon, _graphs, functional, multi_tensor, newton_schulz
 from optim_kernels._newton_schulz import chain
+from optim_kernels._optimizers import muon_planner
 from optim_kernels.multi_tensor import DeviceTable
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -278,6 +280,55 @@ def test_a_kind_of_batch_that_is_captured_before_it_has_run() -> None:
     graph.replay()
     assert torch.equal(eager, captured)
     assert (eager - newton_schulz(x.half())).norm() <= 1e-2 * eager.norm()
+
+
+@pytest.mark.parametrize("change", ["nesterov", "fewer"])
+def test_what_muon_has_not_stepped_before_is_not_captured(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before anything is updated, and a plan that is there is not dropped meanwhile."""
+    params = [nn.Parameter(torch.ones(8, 12, device=DEVICE)) for _ in range(2)]
+    optimizer = TritonMuon([{"params": params, "impl": "triton"}], lr=0.1, capturable=True)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = [p.detach().clone() for p in params]
+    (plan,) = optimizer.plans()
+    if change == "fewer":
+        params[1].grad = None
+    else:
+        optimizer.param_groups[0][change] = False
+    monkeypatch.setattr(muon_planner, "is_capturing_here", lambda: True)
+    with pytest.raises(RuntimeError, match="have not been stepped with these options before; take one step before"):
+        optimizer.step()
+    assert_same_bits(params, before)
+    gone = weakref.ref(plan)
+    del plan
+    gc.collect()
+    assert gone() is not None
+    monkeypatch.undo()
+    optimizer.step()
+    assert not torch.equal(params[0], before[0])
+
+
+@pytest.mark.gpu
+def test_muon_refuses_a_capture_of_what_it_has_not_stepped_before() -> None:
+    """And the capture of what it has goes on from there."""
+    p = nn.Parameter(torch.ones(8, 12, device="cuda"))
+    optimizer = TritonMuon([p], lr=0.1, capturable=True)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.param_groups[0]["nesterov"] = False
+    with (
+        pytest.raises(RuntimeError, match="take one step before the capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        optimizer.step()
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    before = p.detach().clone()
+    graph.replay()
+    assert not torch.equal(p, before)
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from optim_kernels._graphs import is_capturing_here
 from optim_kernels._newton_schulz.config import Tiles, check_tiles
 from optim_kernels._optimizers.muon_batches import (
     Batch,
@@ -30,6 +31,12 @@ from optim_kernels.reference.storage import gradient_scale
 if TYPE_CHECKING:
     from optim_kernels.functional._muon_batch_plan import MuonBatchPlan
     from optim_kernels.functional._muon_workspace import Workspace
+
+# A capture allows neither tables to be filled nor kernels to be loaded.
+NOT_READY = (
+    "a step is being captured into a CUDA graph, but these parameters have not been stepped with these options before; "
+    "take one step before the capture"
+)
 
 
 class MuonPlanner:
@@ -196,6 +203,8 @@ class MuonPlanner:
             plan = None
         if plan is None:
             plan = next((each for each in self._captured.get(key, []) if each.address_key == addresses), None)
+        if (plan is None or not plan.has_run) and is_capturing_here():
+            raise RuntimeError(NOT_READY)
         if plan is None:
             group = batch.groups[0]
             plan = MuonBatchPlan(
@@ -213,9 +222,11 @@ class MuonPlanner:
         return plan
 
     def _put_aside(self, key: Key) -> None:
-        """Keep the plan of ``key`` aside if captured graphs read it."""
+        """Keep the plan of ``key`` aside if captured graphs read it, or one is being captured."""
         plan = self._plans[key]
-        if plan.was_captured and plan not in self._captured.get(key, []):
+        # its own graph may not be dropped then
+        is_needed = plan.was_captured or is_capturing_here()
+        if is_needed and plan not in self._captured.get(key, []):
             self._captured.setdefault(key, []).append(plan)
 
 
