@@ -60,7 +60,17 @@ class VocabularyEmbedding(nn.Module):
             {"x": Weights(pos=(9, 2), pos_enc=(9, 2), codebook=(5, 2), centroids=(5, 2), prototypes=(2, 5, 2))},
             {f"x.{name}": "embedding" for name in ("pos", "pos_enc", "codebook", "centroids", "prototypes")},
         ),
-        # a layer with such a name maps features
+        (
+            {"x": Weights(pos_encoding=(9, 2), codebooks=(3, 5, 2), codebook_0=(5, 2), prototype_vectors=(5, 2, 1, 1))},
+            {f"x.{name}": "embedding" for name in ("pos_encoding", "codebooks", "codebook_0", "prototype_vectors")},
+        ),
+        # what is only called after a table maps features, be it a layer or not
+        (
+            {"x": Weights(pos_proj=(3, 2), pos_encoder=(3, 2), codebook_proj=(3, 2), centroid_w=(3, 2))},
+            {f"x.{name}": "matrix" for name in ("pos_proj", "pos_encoder", "codebook_proj", "centroid_w")},
+        ),
+        ({"x.codebooks": nn.ParameterList([torch.zeros(5, 2)])}, {"x.codebooks.0": "embedding"}),
+        ({"x.experts": nn.ParameterList([torch.zeros(5, 2)])}, {"x.experts.0": "matrix"}),
         ({"codebook.proj": nn.Linear(3, 2, bias=False)}, {"codebook.proj.weight": "matrix"}),
         ({"pos": nn.Linear(3, 2, bias=False)}, {"pos.weight": "matrix"}),
         (

@@ -40,8 +40,10 @@ _is_embedding_name = matcher("wte", "wpe", "emb", "*_emb", "*embed*", "trainable
 # Only a parameter's own name says so, since modules with such names may map tokens or positions. W_queries is none: the
 # queries of a layer are computed with it.
 _is_table_name = matcher(
-    *("rel_pos*", "pos", "*_pos", "pos_enc*", "position*", "*_position*", "*_token", "*_tokens"),
-    *("codebook*", "centroid*", "prototype*"),
+    *("rel_pos*", "pos", "*_pos", "pos_enc", "pos_encoding", "position*", "*_position*", "*_token", "*_tokens"),
+    # in full, since matrices are called after what they map as well (codebook_proj, pos_encoder)
+    *("codebook", "codebooks", "codebook_[0-9]", "centroid", "centroids"),
+    *("prototype", "prototypes", "prototype_vectors"),
     *("latents", "latents_*", "latent_query", "queries", "??*_queries"),
 )
 # lm_heads of MusicGen, lm_head_w of modded-nanogpt
@@ -201,7 +203,9 @@ def _row_or_column(leaf: Leaf) -> Decision | None:
 
 
 def _table(leaf: Leaf) -> Decision | None:
-    is_table = any(_is_table_name(path[-1]) for path in leaf.paths)
+    # those of a ParameterList have numbers behind its name
+    own = (path[-2] if path[-1].isdecimal() and len(path) > 1 else path[-1] for path in leaf.paths)
+    is_table = any(map(_is_table_name, own))
     return Decision("adamw", "embedding", "learned table by name") if is_table else None
 
 
