@@ -54,9 +54,9 @@ def _split_view(shape: tuple[int, ...], matrix_shape: tuple[int, ...], split_row
     rows = (matrix_shape or shape)[-2]
     if split_rows is None:
         return _view(shape, matrix_shape)
-    # True is an int: every row would be a matrix of its own
     # arrays and tensors have no numbers of Python's, and without dimensions cannot be gone through
     blocks = tuple(split_rows) if isinstance(split_rows, Sequence) else (split_rows,)
+    # True is an int: every row would be a matrix of its own
     if any(isinstance(block, bool) or not isinstance(block, int) for block in blocks):
         raise ValueError(
             f"split_rows must be None, a number of rows or a sequence of such, got {split_rows!r} for {name}"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import whole
-from optim_kernels._options import check_beta
+from optim_kernels._options import check_beta, check_python_numbers
 from optim_kernels.functional._device_scalars import on_device
 from optim_kernels.reference.adamw import AdamWScalars
 
@@ -28,7 +28,14 @@ MOST_RATES = 4
 
 def hyperparameter_rows(scalars: Sequence[AdamWScalars]) -> bytes:
     """The table of the groups; betas on the device are left to ``write_betas``."""
-    return b"".join(map(_row, scalars))
+    try:
+        return b"".join(map(_row, scalars))
+    except OverflowError:
+        for lr, beta1, beta2, eps, weight_decay, *_ in scalars:
+            numbers = {"lr": lr, "betas[0]": beta1, "betas[1]": beta2, "eps": eps, "weight_decay": weight_decay}
+            on_host = {name: number for name, number in numbers.items() if not isinstance(number, Tensor)}
+            check_python_numbers([*on_host], [*on_host.values()])
+        raise
 
 
 def without_rates(rows: bytes) -> tuple[Sequence[int], bytes]:
