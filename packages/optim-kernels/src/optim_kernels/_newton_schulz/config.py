@@ -72,8 +72,8 @@ class NSConfig:
             after every second step from the first on. Numbers from ``steps`` on are ignored: a list may serve several
             numbers of steps. Longer blocks are faster, but with 16-bit operands four steps without a restart may be 25
             times as far from the exact result, and five or more leave fp16. Where one launch on Hopper runs the whole
-            iteration, and for single matrices of some 1,700 to 2,048 rows with ``"keller"``, a single restart of long
-            matrices forms R from its factors (`chain_jobs`).
+            iteration, and for single matrices of some 1,700 to 2,048 rows up to the slope of ``"keller"``, a single
+            restart of long matrices forms R from its factors (`chain_jobs`).
         norm_scale, eps, eps_mode: X = G / max(s‖G‖, eps) (``"clamp"``) or G / (s‖G‖ + eps) (``"add"``).
     """
 
