@@ -532,6 +532,22 @@ def test_a_group_that_is_no_dict_or_lists_nothing_is_refused(optimizer_class):
         optimizer_class([{**listed, "params": None}])
 
 
+@pytest.mark.parametrize("optimizer_class", [TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW])
+def test_a_group_that_asks_to_be_clipped_is_refused(optimizer_class):
+    """As groups of the optimizers for one device may; without a limit they are taken."""
+
+    def group(name, **options):
+        return {"params": [(name, nn.Parameter(torch.ones(3, 4)))], "kind": "adamw", **options}
+
+    message = r"a group has max_norm=1\.0, but .* give max_norm to the optimizer, or call clip_grad_norm_"
+    with pytest.raises(ValueError, match=message):
+        optimizer_class([group("w", max_norm=1.0)])
+    optimizer = optimizer_class([group("w", max_norm=None)])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group(group("v", max_norm=1.0))
+    assert len(optimizer.param_groups) == 1
+
+
 def test_a_group_takes_no_options_from_defaults_that_lack_them():
     """A program may replace ``defaults``, as nanochat's and Keller Jordan's optimizers have none for its schedules."""
     for optimizer_class, lost in ((TritonDistAdamW, "betas"), (TritonDistMuon, "beta2")):

@@ -113,6 +113,15 @@ def name_in_group(group: Mapping[str, Any], place: int) -> str:
     return name
 
 
+def check_not_clipped(group: Mapping[str, Any]) -> None:
+    """Refuse a group that asks to be clipped, as optimizers for one device do for their groups."""
+    if group.get("max_norm") is not None:
+        raise ValueError(
+            f"a group has max_norm={group['max_norm']}, but gradients are clipped by the norm of all groups: give "
+            "max_norm to the optimizer, or call clip_grad_norm_ before step()"
+        )
+
+
 def specify(found: Sequence[Entry], blocks: Sequence[int]) -> list[ParameterSpec]:
     """The plan's description of each entry; ``blocks`` says how many elements of each must stay together."""
     return [

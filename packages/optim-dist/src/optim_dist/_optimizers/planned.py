@@ -251,6 +251,7 @@ class PlannedOptimizer(LiveOptimizer):
             raise TypeError(f"a group must be a dict with 'params', got a {type(group).__name__}")
         try:
             super().add_param_group(self._completed(construction.without_duplicates([group])[0]))
+            construction.check_not_clipped(self.param_groups[-1])
             self._check_group(self.param_groups[-1])
             self._views(self.param_groups[-1])
         except KeyError as error:
