@@ -16,8 +16,13 @@ def fused_with_sums(text: str) -> list[str]:
     """The instructions of a kernel's PTX that multiply its sums in a fused addition, or may yet be fused so by ptxas.
 
     That is a fused addition that multiplies them, and an addition of a product that says nothing of rounding.
+
+    Raises:
+        ValueError: no sums are found, so that nothing could be said of them.
     """
     sums = {register for found in _SUMS.findall(text) for register in re.findall(r"%\w+", found)}
+    if not sums:
+        raise ValueError("no products of the tensor cores in this text, or they are written in another way")
     names: dict[str, str] = {}
     found = []
     for line in text.splitlines():
