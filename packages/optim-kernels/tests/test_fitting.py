@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from random_tensors import DEVICE, give_gradients
@@ -181,6 +182,27 @@ def test_a_step_count_may_be_a_number(make: Any, impl: Any) -> None:
 
 @pytest.mark.parametrize("make", [adamw, adamw_at_random, muon_and_adamw])
 @IMPLS
+@pytest.mark.parametrize("count", [3, 3.0, np.float32(3)], ids=["int", "float", "numpy"])
+def test_a_step_count_that_is_a_number_is_saved(make: Any, impl: Any, count: Any) -> None:
+    params, optimizer = stepped(make, impl)
+    give_gradients(*params)
+    optimizer.state[params[1]]["step"] = count
+    copied = [nn.Parameter(p.detach().clone()) for p in params]
+    loaded = make(copied, impl)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    if make is not muon_and_adamw:
+        assert optimizer.to_torch_state_dict()["state"][1]["step"].tolist() == 3.0
+    for q, p in zip(copied, params, strict=True):
+        q.grad = p.grad
+    optimizer.step()
+    loaded.step()
+    for p, q in zip(params, copied, strict=True):
+        assert torch.equal(p, q)
+    assert float(loaded.state[copied[1]]["step"]) == 4
+
+
+@pytest.mark.parametrize("make", [adamw, adamw_at_random, muon_and_adamw])
+@IMPLS
 @pytest.mark.parametrize("missing", ["step", "exp_avg", "exp_avg_sq"])
 def test_a_state_of_which_something_is_missing(make: Any, impl: Any, missing: str) -> None:
     params, optimizer = stepped(make, impl)
@@ -285,6 +307,21 @@ def test_a_parameter_that_has_become_one_of_8_bits(make: Any) -> None:
     give_gradients(*params)
     params[1].data = params[1].data.to(torch.float8_e4m3fn)
     assert_refused(optimizer, params, r"last.* is torch\.float8_e4m3fn; freeze it")
+
+
+@MAKERS
+@IMPLS
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64], ids=["integers", "complex"])
+def test_a_gradient_in_numbers_of_another_kind(make: Any, impl: Any, dtype: torch.dtype) -> None:
+    """As of a parameter that had them, too, until its data became real floats."""
+    params, optimizer = stepped(make, impl)
+    give_gradients(*params)
+    value = params[1].data
+    params[1].requires_grad_(False).data = value.to(dtype)
+    params[1].grad = torch.ones_like(params[1])
+    params[1].data = value
+    words = f"last cannot be updated: its gradient is {dtype}, but it is torch.float32; convert the gradient"
+    assert_refused(optimizer, params, words if impl == "torch" or make is not adamw else str(dtype))
 
 
 def test_functions_call_parameters_as_their_callers_do() -> None:

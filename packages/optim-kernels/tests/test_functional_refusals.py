@@ -149,7 +149,11 @@ def test_kernels_refuse_sparse_tensors_by_name(name: str, how: str) -> None:
 
 
 @HOW
-@pytest.mark.parametrize("value", [torch.ones(4), np.ones(2), 0.5, "ab", (t for t in (torch.ones(4),))], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [torch.ones(4), np.ones(2), 0.5, "ab", (t for t in (torch.ones(4),)), {"a": 1, "b": 2}.values(), {1, 2}, {0: 1}],
+    ids=["tensor", "array", "number", "text", "generator", "values of a dict", "set", "dict"],
+)
 @pytest.mark.parametrize("name", ["params", "grads", "exp_avgs", "masters", "indices", "starts"])
 def test_what_is_no_list_is_refused_by_name(name: str, value: Any, how: str) -> None:
     """A single parameter's tensor in place of a list, above all."""

@@ -58,6 +58,16 @@ def test_a_slice_may_hold_the_sum(impl: Any) -> None:
     assert torch.equal(apart[1], expected)
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_sum_is_seen_by_autograd(impl: Any) -> None:
+    """What a graph still needs is not exchanged for a sum silently."""
+    out, weight = torch.zeros(5, device=DEVICE), torch.ones(5, device=DEVICE, requires_grad=True)
+    product = (out * weight).sum()
+    sum_slices(torch.ones(2, 5, device=DEVICE), out, impl=impl)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
 def test_more_tensors_than_the_kernel_has_arguments_for() -> None:
     slices = torch.randn(65, 40, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     out = torch.empty(40, device=DEVICE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -26,7 +27,7 @@ def as_saved(_: Optimizer, content: dict[str, Any]) -> None:
             if key in content["state"]:
                 state = content["state"][key] = _plain_state(content["state"][key])
                 if "step" in state and not on_device:
-                    state["step"] = state["step"].cpu()
+                    state["step"] = _count(state).cpu()
 
 
 def as_torchs(optimizer: Optimizer, content: dict[str, Any]) -> None:
@@ -44,9 +45,14 @@ def as_torchs(optimizer: Optimizer, content: dict[str, Any]) -> None:
 
 def _torch_state(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     """The state as ``torch.optim.AdamW`` keeps it for this parameter: floats of the parameter's dtype."""
-    return {"step": state["step"].to("cpu", copy=True)} | {
+    return {"step": _count(state).to("cpu", copy=True)} | {
         key: as_float(state[key]).to(param.dtype) for key in MOMENTS if key in state
     }
+
+
+def _count(state: dict[str, Any]) -> Tensor:
+    """The step count, for which a user may have put a number."""
+    return torch.as_tensor(state["step"], dtype=torch.float32)
 
 
 def _plain_state(state: dict[str, Any]) -> dict[str, Any]:

@@ -47,6 +47,8 @@ def why_unfit(param: Tensor, grad: Tensor, state: Mapping[str, Any], keys: Seque
         )
     if grad.shape != shape or grad.device != device:
         return f"its gradient is {_place(grad)}, but it is {_place(own)}; call zero_grad() where a parameter changes"
+    if not (grad.is_complex() if own.is_complex() else grad.is_floating_point()):
+        return f"its gradient is {grad.dtype}, but it is {own.dtype}; convert the gradient"
     for key in keys:
         value = state.get(key, _MISSING)
         if value is _MISSING:

@@ -48,10 +48,11 @@ def check_lengths(count: int, of: str, **lists: Sequence[Any] | None) -> None:
 
 
 def check_list(name: str, value: object) -> None:
-    """Raise ``TypeError`` for a single tensor, an array, or whatever else has no entries to go through by place."""
+    """Raise ``TypeError`` for a single tensor, an array, a dict, or whatever else has no entries at places."""
     if type(value) is list:
         return
-    if isinstance(value, str) or not hasattr(value, "__len__") or hasattr(value, "__array__"):
+    has_places = hasattr(value, "__getitem__") and not hasattr(value, "keys")
+    if not has_places or isinstance(value, str) or hasattr(value, "__array__"):
         raise TypeError(f"{name} must be a list, with one entry for each tensor, got a {type(value).__name__}")
 
 

@@ -51,6 +51,8 @@ def sum_slices(slices: Tensor | Sequence[Tensor], out: Tensor, *, divisor: float
         from optim_kernels._kernels.slices import launch_sum
 
         launch_sum(slices, out, divisor)
+        # tell autograd, which then refuses to differentiate through the overwritten values
+        torch.autograd.graph.increment_version(out)
         return out
     return _sum_in_torch(slices, out, divisor)
 
