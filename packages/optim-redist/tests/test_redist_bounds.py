@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations, product
-from math import ceil, prod
+from math import ceil, inf, prod
 from typing import Any
 
 import pytest
@@ -290,9 +291,16 @@ def test_nodes_are_the_ranks_of_a_host() -> None:
     unlike = Topology.from_hosts(["b", "a", "a", "a"], bandwidth=1e9)
     assert unlike.groups(range(4)) == [("node", (0,), 3e9), ("node", (1, 2, 3), 3e9)]
     assert not Topology.from_hosts(["a"] * 4).groups(range(4))
-    for wrong in ([], "", "node0"):
+    for wrong in ([], "", "node0", [["a"], ["b"]], 5):
         with pytest.raises(RedistError, match=rf"hosts is {re.escape(repr(wrong))}; give a list of the host name"):
-            Topology.from_hosts(wrong)
+            Topology.from_hosts(wrong)  # type: ignore[arg-type]
+    for text in (
+        lambda: Topology.nodes(2, bandwidth="9"),  # type: ignore[arg-type]
+        lambda: Topology.from_hosts(["a"], bandwidth="9"),  # type: ignore[arg-type]
+        lambda: Topology.from_mesh_axis(mesh, 0, bandwidth="9"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(RedistError, match="a port has a bandwidth above 0 bytes per second, got '9'"):
+            text()
 
 
 @pytest.mark.parametrize(
@@ -311,6 +319,45 @@ def test_groups_that_are_no_tree_are_refused(
     made = zip(("node", "rack"), levels)
     with pytest.raises(RedistError, match=message):
         Topology(levels=tuple(Level(name, 1e9, 0.0, size, members) for name, (size, members) in made))
+
+
+def test_groups_may_be_lists() -> None:
+    mesh = Mesh(4)
+    sides = Layout(mesh, [0, None]), Layout(mesh, [None, 0])
+    tuples = Topology(levels=(Level("node", 1e9, 0.0, members=((0, 1), (2, 3))),))
+    lists = Topology(levels=[Level("node", 1e9, 0.0, members=[[0, 1], [2, 3]])])  # type: ignore[arg-type, list-item]
+    assert lists == tuples
+    assert plan((8, 8), "bf16", *sides, topology=lists) is plan((8, 8), "bf16", *sides, topology=tuples)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Level("node", 1e9, 0.0), "level 'node' has a size or members, got None and ()"),
+        (lambda: Level("node", 1e9, 0.0, 2, ((0, 1),)), "level 'node' has a size or members, got 2 and ((0, 1),)"),
+        (lambda: Level("node", 1e9, 0.0, None, (0, 1)), "members of level 'node' are groups of ranks, got (0, 1)"),
+        (lambda: Topology(levels="node"), "levels of a topology are a tuple of Level, innermost first, got 'node'"),
+        (lambda: Topology(levels=None), "levels of a topology are a tuple of Level, innermost first, got None"),
+        (lambda: Topology(latency=inf), "a topology has a finite latency of 0 seconds or more, got inf"),
+        (lambda: CommModel("m", None), "topology must be a Topology, got None; Topology.nodes("),
+        (lambda: CommModel("m", Topology(), []), "curves maps collectives to pairs of (bytes, seconds), got []"),
+        (lambda: CommModel("m", Topology(), {"alltoall": ((1, 1),)}), "'send_recv'), got one of 'alltoall'"),
+        (
+            lambda: CommModel("m", Topology(), {"all_to_all": ((1, inf),)}),
+            "above 0, finite, bytes ascending, got ((1, inf",
+        ),
+        (
+            lambda: CommModel("m", Topology(), {"all_to_all": ((inf, 1),)}),
+            "above 0, finite, bytes ascending, got ((inf, 1",
+        ),
+        (lambda: CommModel("m", Topology(), {"all_to_all": (1, 2)}), "above 0, finite, bytes ascending, got (1, 2)"),
+        (lambda: CommModel("m", Topology(), {"all_to_all": None}), "above 0, finite, bytes ascending, got None"),
+        (lambda: CommModel("m", Topology(), call_seconds=inf), "a finite latency of 0 seconds or more, got inf"),
+    ],
+)
+def test_parts_of_cost_models_that_make_no_sense_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(RedistError, match=re.escape(message)):
+        make()
 
 
 def test_levels_of_one_name_are_refused() -> None:

@@ -739,7 +739,7 @@ def test_a_plan_that_somebody_damaged(capsys, tmp_path):
             "plan.json: the JSON of a layout is damaged: ValueError",
         ),
         ({"topology": {**topology, "rank_bandwidth": 0}}, "a topology has a bandwidth above 0 bytes per second, got 0"),
-        ({"topology": {**topology, "latency": None}}, "a topology has a latency of 0 seconds or more, got None"),
+        ({"topology": {**topology, "latency": None}}, "a topology has a finite latency of 0 seconds or more, got None"),
         (
             {"topology": {**topology, "levels": [{**topology["levels"][0], "size": 0}]}},
             "level 'node' has groups of a whole number of ranks, got 0",
@@ -754,12 +754,13 @@ def test_a_plan_that_somebody_damaged(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"curves": None}, "model.json: the JSON of a cost model is damaged: AttributeError"),
+        ({"curves": None}, "model.json: curves maps collectives to pairs of (bytes, seconds), got None"),
+        ({"name": 5}, "model.json: a cost model has a name, got 5"),
         ({"topology": {}}, "model.json: the JSON of a topology is damaged: KeyError: 'levels'"),
         ({"format": "optim-redist.model/2"}, "expected a cost model of format optim-redist.model/1"),
         ({"pack_bandwidth": 0}, "a cost model has a bandwidth above 0 bytes per second, got 0"),
         ({"has_library": "no"}, "has_library is True or False, got 'no'"),
-        ({"call_seconds": "1"}, "a cost model has a latency of 0 seconds or more, got '1'"),
+        ({"call_seconds": "1"}, "a cost model has a finite latency of 0 seconds or more, got '1'"),
         ({"curves": {"all_to_all": [[0, 1e-6], [1, 1e-6]]}}, "the curve of all_to_all is (bytes, seconds) above 0"),
         ({"curves": {"all_to_all": [[2, 1e-6], [1, 1e-6]]}}, "bytes ascending"),
     ],

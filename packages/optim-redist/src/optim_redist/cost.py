@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
+from math import inf
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ _NCCL_CALL = 60e-6  # seconds
 
 # of a library, those that do steps; a model may have no curve for some of them
 _COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+_MEASURED = (*_COLLECTIVES, "send_recv")
 
 
 def _as_rates(what: str, bandwidth: object, seconds: object) -> tuple[float, float]:
@@ -48,9 +50,30 @@ def _as_rates(what: str, bandwidth: object, seconds: object) -> tuple[float, flo
     """
     if not isinstance(bandwidth, Real) or not float(bandwidth) > 0:
         raise RedistError(f"{what} has a bandwidth above 0 bytes per second, got {bandwidth!r}")
-    if not isinstance(seconds, Real) or not float(seconds) >= 0:
-        raise RedistError(f"{what} has a latency of 0 seconds or more, got {seconds!r}")
+    # infinite times are no multiple of each other, so no plan would be nearer to the bound on time than another
+    if not isinstance(seconds, Real) or not 0 <= float(seconds) < inf:
+        raise RedistError(f"{what} has a finite latency of 0 seconds or more, got {seconds!r}")
     return float(bandwidth), float(seconds)
+
+
+def _of_ports(bandwidth: Any, count: int) -> float:
+    """The bandwidth of a border with as many ports as there are ranks behind it."""
+    # a text would be repeated
+    return _as_rates("a port", bandwidth, 0)[0] * count
+
+
+def _as_curve(op: str, given: Any) -> Curve:
+    """A measured curve of floats, monotone."""
+    if op not in _MEASURED:
+        raise RedistError(f"curves are of {_MEASURED}, got one of {op!r}")
+    try:
+        usable = all(0 < num_bytes < inf and 0 < seconds < inf for num_bytes, seconds in given)
+        points = [(float(num_bytes), float(seconds)) for num_bytes, seconds in given]
+    except (TypeError, ValueError, OverflowError):
+        usable = False
+    if not usable or any(a[0] > b[0] for a, b in pairwise(points)):
+        raise RedistError(f"the curve of {op} is (bytes, seconds) above 0, finite, bytes ascending, got {given}")
+    return monotone(points)
 
 
 @dataclass(frozen=True)
@@ -75,10 +98,17 @@ class Level:
         if not isinstance(self.name, str):
             raise RedistError(f"a level of a topology has a name, got {self.name!r}")
         bandwidth, latency = _as_rates(f"level {self.name!r}", self.bandwidth, self.latency)
-        vars(self).update(bandwidth=bandwidth, latency=latency)
         if self.size is not None and (not isinstance(self.size, int) or self.size < 1):
             raise RedistError(f"level {self.name!r} has groups of a whole number of ranks, got {self.size!r}")
-        counts = Counter(chain.from_iterable(self.members))
+        if (self.size is None) == (not self.members):
+            raise RedistError(f"level {self.name!r} has a size or members, got {self.size!r} and {self.members!r}")
+        try:
+            # lists would have no hash
+            members = tuple(map(tuple, self.members))
+        except TypeError:
+            raise RedistError(f"members of level {self.name!r} are groups of ranks, got {self.members!r}") from None
+        vars(self).update(bandwidth=bandwidth, latency=latency, members=members)
+        counts = Counter(chain.from_iterable(members))
         if twice := [rank for rank, count in counts.items() if count > 1]:
             raise RedistError(f"level {self.name!r} has each rank in one group, and rank {twice[0]} in two")
 
@@ -111,7 +141,10 @@ class Topology:
 
     def __post_init__(self) -> None:
         bandwidth, latency = _as_rates("a topology", self.rank_bandwidth, self.latency)
-        vars(self).update(rank_bandwidth=bandwidth, latency=latency)
+        if not isinstance(self.levels, Iterable) or not all(isinstance(level, Level) for level in self.levels):
+            raise RedistError(f"levels of a topology are a tuple of Level, innermost first, got {self.levels!r}")
+        # a list would have no hash
+        vars(self).update(rank_bandwidth=bandwidth, latency=latency, levels=tuple(self.levels))
         names = [level.name for level in self.levels]
         if len(set(names)) < len(names):
             raise RedistError(f"levels of a topology have names of their own, got {names}")
@@ -144,7 +177,7 @@ class Topology:
         # others may be beyond what floats count
         if ranks_per_node >= 2**63:
             raise RedistError(f"a node has fewer than 2**63 ranks, got {given}")
-        level = Level("node", bandwidth * ranks_per_node, latency, size=ranks_per_node)
+        level = Level("node", _of_ports(bandwidth, ranks_per_node), latency, size=ranks_per_node)
         return cls(rank_bandwidth, _LATENCY, (level,))
 
     @classmethod
@@ -158,7 +191,7 @@ class Topology:
         found: list[list[int]] = [[] for _ in range(mesh.sizes[k])]
         for rank, point in mesh.coordinates.items():
             found[point[k]].append(rank)
-        level = Level(name, bandwidth * len(found[0]), _NODE_LATENCY, members=tuple(map(tuple, found)))
+        level = Level(name, _of_ports(bandwidth, len(found[0])), _NODE_LATENCY, members=tuple(map(tuple, found)))
         return cls(levels=(level,))
 
     @classmethod
@@ -168,13 +201,18 @@ class Topology:
         ``bandwidth`` is one rank's share of the border of the largest node; smaller nodes get the same border.
         """
         # a string would pass as a sequence, of its letters
-        if isinstance(hosts, str) or not hosts:
+        if (
+            isinstance(hosts, str)
+            or not isinstance(hosts, Sequence)
+            or not hosts
+            or not all(isinstance(host, str) for host in hosts)
+        ):
             raise RedistError(f"hosts is {hosts!r}; give a list of the host name of every rank, rank 0's first")
         found: dict[str, list[int]] = {}
         for rank, host in enumerate(hosts):
             found.setdefault(host, []).append(rank)
         largest = max(map(len, found.values()))
-        level = Level("node", bandwidth * largest, _NODE_LATENCY, members=tuple(map(tuple, found.values())))
+        level = Level("node", _of_ports(bandwidth, largest), _NODE_LATENCY, members=tuple(map(tuple, found.values())))
         return cls(levels=(level,))
 
     def groups(self, ranks: Iterable[int]) -> list[tuple[str, tuple[int, ...], float]]:
@@ -230,9 +268,9 @@ def _in_two_groups(inner: Level, outer: Level) -> int | None:
     return None
 
 
-def check_topology(topology: object) -> None:
-    """Raise ``RedistError`` if this is neither a topology nor None."""
-    if not isinstance(topology, Topology | None):
+def check_topology(topology: object, *, needed: bool = False) -> None:
+    """Raise ``RedistError`` if this is no topology; None will do unless one is needed."""
+    if not isinstance(topology, Topology if needed else Topology | None):
         raise RedistError(f"topology must be a Topology, got {topology!r}; Topology.nodes(ranks_per_node) makes one")
 
 
@@ -263,11 +301,12 @@ class CommModel:
         bandwidth, seconds = _as_rates("a cost model", self.pack_bandwidth, self.call_seconds)
         if not isinstance(self.has_library, bool):
             raise RedistError(f"has_library is True or False, got {self.has_library!r}")
-        for op, curve in self.curves.items():
-            positive = all(num_bytes > 0 and seconds > 0 for num_bytes, seconds in curve)
-            if not positive or any(a[0] > b[0] for a, b in pairwise(curve)):
-                raise RedistError(f"the curve of {op} is (bytes, seconds) above 0, bytes ascending, got {curve}")
-        curves = {op: monotone((float(b), float(s)) for b, s in curve) for op, curve in self.curves.items()}
+        if not isinstance(self.name, str):
+            raise RedistError(f"a cost model has a name, got {self.name!r}")
+        check_topology(self.topology, needed=True)
+        if not isinstance(self.curves, Mapping):
+            raise RedistError(f"curves maps collectives to pairs of (bytes, seconds), got {self.curves!r}")
+        curves = {op: _as_curve(op, curve) for op, curve in self.curves.items()}
         vars(self).update(pack_bandwidth=bandwidth, call_seconds=seconds, curves=curves)
 
     def __hash__(self) -> int:
