@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from math import inf, prod
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -407,6 +407,18 @@ def test_another_plan_on_one_rank_is_an_error_on_all() -> None:
     texts = run_ranks(_mismatch, 4)
     wanted = "rank 2 holds another plan than rank 0: 'plan.shape.1: 8' against 'plan.shape.1: 12'"
     assert all(wanted in text for text in texts), texts
+
+
+def _begins_otherwise(rank: int, world: int) -> None:
+    mesh = Mesh(2)
+    init: Literal["owner", "divide"] = "divide" if rank else "owner"
+    # plans of "owner" lack the field, and all others are equal
+    with pytest.raises(PlanMismatchError, match=r'nothing against .plan\.partial_init: "divide".; every rank has'):
+        redistribute_local(torch.zeros(4), (8,), Layout(mesh, [0]), Layout(mesh, [None], {0: "sum"}), partial_init=init)
+
+
+def test_a_field_that_only_one_plan_has_is_named() -> None:
+    run_ranks(_begins_otherwise, 2)
 
 
 def _forgetful(rank: int, world: int) -> None:

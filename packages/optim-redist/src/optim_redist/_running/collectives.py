@@ -9,6 +9,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Protocol, cast
 
 import torch
@@ -322,8 +323,6 @@ def _has_nccl(group: ProcessGroup | None) -> bool:
 
 
 def _first_difference(a: str, b: str) -> str:
-    """The first line in which two texts differ."""
-    for x, y in zip(a.splitlines(), b.splitlines()):
-        if x != y:
-            return f"{x.strip()!r} against {y.strip()!r}"
-    return f"one text has {len(a)} characters, the other {len(b)}"
+    """The first line in which two texts differ; one of them may end before it."""
+    x, y = next((x, y) for x, y in zip_longest(a.split("\n"), b.split("\n")) if x != y)
+    return " against ".join("nothing" if line is None else repr(line) for line in (x, y))
