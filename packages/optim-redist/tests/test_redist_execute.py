@@ -470,6 +470,10 @@ def test_wrong_local_shapes_are_refused() -> None:
     assert simulate(task, [torch.zeros(2, 4), torch.zeros(2, 4), None])[0].shape == (4, 2)
     with pytest.raises(LayoutError, match="locals must map ranks to their parts, or list them, got None"):
         simulate(task, None)
+    with pytest.raises(
+        UnsupportedError, match=r"rank 0: the source tensor is a list, this takes a torch\.Tensor or None"
+    ):
+        simulate(task, [[[0.0] * 4] * 2, torch.zeros(2, 4)])
     with pytest.raises(LayoutError, match="dtype="):
         redistribute_local(None, (4, 4), Layout(mesh, [0, None]), Layout(mesh, [((0,), Block()), None]))
 

@@ -104,6 +104,7 @@ def test_partial_text_and_axes_without_names() -> None:
         (lambda: Intervals([[("a", "b")]]), r"pairs \(start, stop\), got"),
         (lambda: Intervals([[(0, 1.7)], [(1.7, 3)]]), r"whole numbers, got \(\(\(0, 1.7\)"),
         (lambda: Strided((1.5,)), "split factors must be integers, got 1.5"),
+        (lambda: Strided((2,), "no"), "flat is True or False, got 'no'"),
         (lambda: Strided((2, 0)), r"split factors are 1 or more, got \(2, 0\)"),
         (lambda: Layout(MESH, [("y", Strided((1, 2)))]).index_sets((3,)), "1 mesh axes need as many split factors"),
         (lambda: Layout(MESH, [("y", Intervals([[(0, 3)]]))]).index_sets((3,)), "2 coordinates need as many rows"),

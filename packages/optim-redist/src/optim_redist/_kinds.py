@@ -79,6 +79,9 @@ class Strided(Kind):
         object.__setattr__(self, "split_factors", int_tuple(self.split_factors, "split factors"))
         if any(factor < 1 for factor in self.split_factors):
             raise LayoutError(f"split factors are 1 or more, got {self.split_factors}")
+        # a text that says no would count as True
+        if not isinstance(self.flat, bool):
+            raise LayoutError(f"flat is True or False, got {self.flat!r}")
 
     def index_sets(self, n: int, axis_sizes: Sequence[int]) -> tuple[IndexSet, ...]:
         if len(self.split_factors) != len(axis_sizes):

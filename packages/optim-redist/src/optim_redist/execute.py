@@ -269,7 +269,7 @@ def simulate(plan: Plan, locals: Mapping[int, Tensor | None] | Sequence[Tensor |
     strangers = [rank for rank, part in given.items() if part is not None and rank not in tensors]
     if strangers:
         raise LayoutError(f"locals has parts of ranks {strangers}, the plan is for ranks {ranks}")
-    device = next((t.device for t in tensors.values() if t is not None), torch.device("cpu"))
+    device = next((t.device for t in tensors.values() if isinstance(t, Tensor)), torch.device("cpu"))
     programs = {rank: Program(plan, rank, None) for rank in ranks}
     for rank, program in programs.items():
         program._refusals.check(tensors[rank], None)
