@@ -188,7 +188,8 @@ def test_a_target_on_the_mesh_of_the_source_shows_its_names(capsys):
     "arguments, message",
     [
         (["plan", *SWAP, "--memory-limit", "1GiB"], "memory_limit"),
-        (["plan", *SWAP[:-1], "S(9),R"], "dimensions"),
+        (["plan", *SWAP[:-1], "S(9),R"], "--dst: S(9) on axis 0: the tensor has"),
+        (["plan", *SWAP[:-3], "S(0)", *SWAP[-2:]], "--src: a mesh of 2 axes needs as many placements, got 1"),
         (["plan", "--shape", "8", "--src", "[0]", "--dst", "[0]"], "pass mesh"),
         (["plan", *SWAP, "--topology", "ring"], "--topology"),
         (["plan", *SWAP, "--model", "abacus"], "presets"),
@@ -700,8 +701,13 @@ def test_pictures_in_files(capsys, tmp_path):
             '"src": {"map": [[0]], "block": [1]}}]}',
             "plan.json is damaged: ValueError: processor_mesh has whole numbers as sizes, got 'x'",
         ),
+        (
+            '{"format": "optim-redist.examples/1", "redistributions": [{"id": "one", "shape": [2, 2], "mesh": [2], '
+            '"src": {"map": [[0]], "block": [1]}, "dst": {"map": [[0]], "block": [1]}, "bounds": {"lower_bound": 0}}]}',
+            "plan.json: layout [0~1] is for 1 dimensions, the shape is (2, 2)",
+        ),
     ],
-    ids=["no JSON", "a list", "half a plan", "an example without its name", "an example on a text"],
+    ids=["no JSON", "a list", "half a plan", "an example without its name", "an example on a text", "another shape"],
 )
 def test_files_that_hold_something_else(capsys, tmp_path, text, message):
     path = tmp_path / "plan.json"

@@ -51,16 +51,15 @@ def _tasks_of(path: Path, data: dict[str, Any]) -> list[Task]:
     if form != "optim-redist.examples":
         raise RedistError(f"{path}: a file of examples or a plan, got format {data.get('format')!r}")
     rows = [*data.get("redistributions", ()), *data.get("named", ())]
-    return [
-        Task(
-            row.get("id") or row["name"],
-            int_tuple(row["shape"], "sizes"),
-            MultiAxisDist(row["mesh"], row["src"]["map"], row["src"]["block"]).to_layout(),
-            MultiAxisDist(row["mesh"], row["dst"]["map"], row["dst"]["block"]).to_layout(),
-            row["bounds"]["lower_bound"],
-        )
-        for row in rows
-    ]
+    return [_task_of(row) for row in rows]
+
+
+def _task_of(row: dict[str, Any]) -> Task:
+    name, shape = row.get("id") or row["name"], int_tuple(row["shape"], "sizes")
+    src, dst = (MultiAxisDist(row["mesh"], row[end]["map"], row[end]["block"]).to_layout() for end in ("src", "dst"))
+    src.check_shape(shape)
+    dst.check_shape(shape)
+    return Task(name, shape, src, dst, row["bounds"]["lower_bound"])
 
 
 def check_file(path: Path, execute: str | None = None, limit: int | None = None) -> list[dict[str, Any]]:

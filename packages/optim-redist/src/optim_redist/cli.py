@@ -220,8 +220,13 @@ def _layouts(options: argparse.Namespace) -> tuple[Layout, Layout]:
     if dst_mesh is None or dst_mesh == src_mesh:
         # the source's may have names
         dst_mesh = src_mesh
-    src = parse_layout(options.src, src_mesh, num_dims=num_dims)
-    return src, parse_layout(options.dst, options.dst_mesh or dst_mesh, num_dims=num_dims)
+    found = []
+    for option, text, mesh in (("--src", options.src, src_mesh), ("--dst", options.dst, options.dst_mesh or dst_mesh)):
+        try:
+            found.append(parse_layout(text, mesh, num_dims=num_dims))
+        except RedistError as error:
+            raise type(error)(f"{option}: {error}") from error
+    return found[0], found[1]
 
 
 def _mesh_of(text: str) -> Mesh | None:
