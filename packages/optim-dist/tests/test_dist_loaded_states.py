@@ -203,6 +203,36 @@ def dtensors_on_one_rank_are_whole(rank, world_size):
 
 
 @scenario(1, 2)
+def clipping_that_a_loaded_state_asks_for_is_not_lost(rank, world_size):
+    """Groups of the optimizers for one device have ``max_norm``; here the optimizer has it."""
+    device = device_of(rank)
+    saved = stepped(CLASSES["AdamW"], nn.Parameter(torch.ones(16, 8, device=device)))
+    full = [saved.full_state_dict()]
+    if world_size > 1:
+        dist.broadcast_object_list(full, src=0)
+    full[0]["param_groups"][0]["max_norm"] = saved.param_groups[0]["max_norm"] = 1.0
+    folder = [tempfile.mkdtemp()]
+    if world_size > 1:
+        dist.broadcast_object_list(folder, src=0)
+    # as before groups with it were refused
+    checkpoint.save(f"{folder[0]}/clipped", None, saved)
+    parts = copy.deepcopy(saved.state_dict())
+
+    def loads(optimizer):
+        yield lambda: optimizer.load_full_state_dict(full[0])
+        yield lambda: optimizer.load_state_dict(parts)
+        yield lambda: checkpoint.load(f"{folder[0]}/clipped", None, optimizer)
+
+    for load in loads(CLASSES["AdamW"](nn.Parameter(torch.ones(16, 8, device=device)))):
+        with pytest.raises((ValueError, checkpoint.CheckpointError), match=r"group 0 was clipped .* max_norm=1\.0"):
+            load()
+    clipping = TritonDistAdamW([("w", nn.Parameter(torch.ones(16, 8, device=device)))], max_norm=2.0)
+    for load in loads(clipping):
+        load()
+        assert clipping.param_groups[0].get("max_norm") is None
+
+
+@scenario(1, 2)
 def states_that_are_no_dicts_are_refused(rank, world_size):
     optimizer = CLASSES["AdamW"](nn.Parameter(torch.ones(3, device=device_of(rank))))
     groups = [{"lr": 0.1, "params": [0]}]

@@ -37,8 +37,9 @@ SECOND_MOMENT = "second_momentum_buffer"
 _NUMBERS = (*ELEMENTWISE_KEYS, SECOND_MOMENT)
 _UPDATE_NAMES: Mapping[RouteName, str] = {"adamw": "AdamW", "muon": "Muon"}
 
-# options of a group that stay those of the optimizer that loads: a loaded state is converted to its formats
-OWN_OPTIONS = ("views", "momentum_dtype", "state_dtype", "master_weights", "impl")
+# options of a group that stay those of the optimizer that loads: a loaded state is converted to its formats, and all
+# groups are clipped together
+OWN_OPTIONS = ("views", "momentum_dtype", "state_dtype", "master_weights", "impl", "max_norm")
 
 OTHER_VIEWS = (
     "was saved with other views of its matrices than this optimizer has; build it with the views of the saved one"

@@ -259,6 +259,11 @@ class StatefulOptimizer(PlannedOptimizer):
             )
         if loaded_state.has_other_views(saved, group) or not self._reads_as_planned(number, taken):
             return loaded_state.OTHER_VIEWS
+        if saved.get("max_norm") is not None and self._options.max_norm is None:
+            return (
+                f"was clipped inside step() by max_norm={saved['max_norm']}, and would not be here; build this "
+                "optimizer with max_norm= (inf if you call clip_grad_norm_)"
+            )
         try:
             self._check_group(taken, stepped=True)
         except (TypeError, ValueError) as error:
