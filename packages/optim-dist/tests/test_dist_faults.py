@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from dist_cases import mesh_of
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 from optim_dist import TritonDistAdamW, TritonDistMuon, TritonDistMuonAdamW, checkpoint
 from optim_dist._checkpoint import contents, loading, manifest, saving
@@ -238,6 +238,7 @@ def hold_what_nobody_could_load(rank, world_size, folder):
     for key, value, message in (
         ("note", "warm", "the state of w has note='warm', but can be saved and moved between ranks only if"),
         ("exp_avg", torch.ones(3), r"the loaded exp_avg of w has shape \(3,\) here, its parameter"),
+        ("mine", torch.ones(()), "the state of w has mine, of which nobody knows how the parts of ranks belong"),
     ):
         before = dict(state)
         if rank == 1:
@@ -261,6 +262,34 @@ def hold_what_nobody_could_load(rank, world_size, folder):
 
 def test_a_state_that_nobody_could_load_is_an_error_on_all_before_anything_is_sent(tmp_path):
     run_ranks(hold_what_nobody_could_load, 3, str(tmp_path), timeout=60)
+
+
+def hold_what_is_its_own(rank, world_size, folder):
+    """What is whole on a rank may have anything; of DTensors, what is alike on all ranks."""
+    cut = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh_of(world_size), [Shard(0)]))
+    whole, mine = nn.Parameter(torch.ones(6, 4)), torch.arange(3.0)
+    groups = [{"kind": "muon", "params": [("w", whole)]}, {"kind": "adamw", "params": [("cut", cut)]}]
+    optimizer = TritonDistMuonAdamW(groups, timeout=20)
+    whole.grad, cut.grad = torch.ones_like(whole), torch.ones_like(cut)
+    optimizer.step()
+    optimizer.zero_grad()
+    states = [state for state in optimizer.state.values() if state]
+    for state in states:
+        state["mine"] = mine.clone()
+    for number, call in enumerate((a_save, a_full_state, a_consolidation, a_plan)):
+        call(optimizer, folder)
+        assert all(torch.equal(state["mine"], mine) for state in optimizer.state.values() if state), number
+    for state in states:
+        state["mine"].zero_()
+    checkpoint.load(f"{folder}/x", None, optimizer)
+    assert all(torch.equal(state["mine"], mine) for state in optimizer.state.values() if state)
+    optimizer.state[cut]["mine"] = torch.zeros_like(cut)
+    with pytest.raises(RuntimeError, match="rank 0: ValueError: the state of cut has mine, of which nobody knows"):
+        a_save(optimizer, f"{folder}/more")
+
+
+def test_what_a_user_has_added_to_a_state_that_is_whole_is_kept(tmp_path):
+    run_ranks(hold_what_is_its_own, 2, str(tmp_path), timeout=60)
 
 
 def lose_a_group(rank, world_size, folder):
@@ -310,10 +339,44 @@ def have_state_on_one_rank(rank, world_size, folder):
         for call in (a_save, a_full_state, a_consolidation):
             call(optimizer, f"{folder}/{dim}")
         checkpoint.load(f"{folder}/{dim}/x", None, optimizer)
+        # entries are told apart by their names, whatever their order on each rank
+        full = optimizer.full_state_dict().get("state")
+        if rank == 1:
+            optimizer.state[cut] = dict(reversed(optimizer.state[cut].items()))
+        checkpoint.save(f"{folder}/{dim}/reversed", None, optimizer)
+        torch.testing.assert_close(optimizer.full_state_dict().get("state"), full, rtol=0, atol=0)
+        checkpoint.load(f"{folder}/{dim}/reversed", None, optimizer)
+        torch.testing.assert_close(optimizer.full_state_dict().get("state"), full, rtol=0, atol=0)
 
 
 def test_state_of_a_dtensor_on_some_ranks_alone_is_not_saved(tmp_path):
     run_ranks(have_state_on_one_rank, 2, str(tmp_path), timeout=60)
+
+
+def have_a_buffer_on_one_rank(rank, world_size, folder):
+    mesh = mesh_of(world_size)
+    cut = [DTensor.from_local(torch.full((2,), i + 1.0), mesh, [Shard(0)], run_check=False) for i in range(2)]
+    of_all, others = {"x": cut[0], "y": cut[1]}, "give every rank the same model, or none"
+    for number, (found, text) in enumerate(
+        (
+            ({"x": torch.ones(4)}, r"x \(Shard\(dim=0\),\) of rank 0 is nothing on rank 1"),
+            ({"x": cut[0]}, r"y \(Shard\(dim=0\),\) of rank 0 is nothing on rank 1"),
+            ({"y": cut[1], "x": cut[0]}, r"x \(Shard\(dim=0\),\) of rank 0 is y \(Shard\(dim=0\),\) on rank 1"),
+            (None, r"x \(Shard\(dim=0\),\) of rank 0 is nothing on rank 1"),
+        )
+    ):
+        model = nn.Linear(2, 2)
+        optimizer = TritonDistAdamW(model.named_parameters(), timeout=20)
+        for name, value in (of_all if rank == 0 or found is None else found).items():
+            model.register_buffer(name, value)
+        given = None if rank == 1 and found is None else model
+        with pytest.raises(RuntimeError, match=f"was not saved: {text}; {others}"):
+            checkpoint.save(f"{folder}/{number}", given, optimizer)
+        checkpoint.save(f"{folder}/{number}", None, optimizer)  # and nothing is left behind
+
+
+def test_a_buffer_that_is_a_dtensor_on_some_ranks_alone_is_not_saved(tmp_path):
+    run_ranks(have_a_buffer_on_one_rank, 2, str(tmp_path), timeout=60)
 
 
 def step_in_order(rank, world_size, orders):

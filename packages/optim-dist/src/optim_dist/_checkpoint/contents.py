@@ -72,7 +72,7 @@ def own_parts(
         if not spec.sharding:
             parts[spec.name] = {key: to_host(flat_part(value, shard)) for key, value in tensors.items()}
             continue
-        for key, value in tensors.items():
+        for key, value in sorted(tensors.items()):  # in one order on all ranks
             if key in (VALUE, *ELEMENTWISE_KEYS):
                 cut.append(Part(spec.name, key, local(value).detach(), spec.shape))
             elif pieces_of(optimizer, shard.index)[0].rank == optimizer.communicator.rank:

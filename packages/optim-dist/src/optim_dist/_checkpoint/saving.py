@@ -10,10 +10,12 @@ import hashlib
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from optim_dist._checkpoint import background
 from optim_dist._checkpoint.background import Saving
@@ -74,7 +76,7 @@ def save(
         rest = {names[name]: value for name, value in rest.items()}
         # takes memory, of which one rank may have too little
         parts, cut = own_parts(opt, specs, to_host)
-    _check_names(specs, communicator, destination.failed)
+    _check_names(specs, rest, communicator, destination.failed)
     entries: dict[str, list[str]] = {}
     for part in cut:
         entries.setdefault(part.name, []).extend([] if part.key == VALUE else [part.key])
@@ -142,18 +144,23 @@ def _agreed(wanted: Destination, opt: DistOptimizer, options: Mapping[str, Any],
     return replace(wanted, folder=folder.absolute(), nonce=nonces[0])
 
 
-def _check_names(specs: Iterable[ParameterSpec], communicator: Communicator, failed: str) -> None:
-    """Refuse ranks that would write parameters under different names."""
+def _check_names(
+    specs: Iterable[ParameterSpec], rest: Mapping[str, Any], communicator: Communicator, failed: str
+) -> None:
+    """Refuse ranks that would write parameters under different names, or put other DTensors of the rest together."""
+    cut = {name: value for name, value in rest.items() if isinstance(value, DTensor)}
     names = [spec.name for spec in specs]
+    # those of fewer ranks may be each rank's own, as frozen experts are
+    names += [f"{name} {x.placements}" for name, x in cut.items() if x.device_mesh.size() == communicator.world_size]
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()
     if len(set(communicator.gather_json(digest))) > 1:
         raise RuntimeError(f"{failed}: {_different_names(communicator.gather_json(names))}")
 
 
 def _different_names(found: Sequence[Sequence[str]]) -> str:
-    """The first parameter that ranks name differently, and which rank does."""
+    """The first tensor that ranks name differently, and which rank does."""
     for rank, names in enumerate(found):
-        for mine, theirs in zip(found[0], names, strict=True):
+        for mine, theirs in zip_longest(found[0], names, fillvalue="nothing"):
             if mine != theirs:
                 return f"{mine} of rank 0 is {theirs} on rank {rank}; give every rank the same model, or none"
     raise AssertionError("names differ")

@@ -140,11 +140,13 @@ class StatefulOptimizer(PlannedOptimizer):
 
     def _checked_state(self, shard: Shard) -> dict[str, Any]:
         """The ``kept_state`` before masters have followed; refused if somebody has changed it to what nobody loads."""
-        shown = self._shown_keys.get(id(shard.parameter), set())
+        shown, spec = self._shown_keys.get(id(shard.parameter), set()), self.plan.parameters[shard.index]
         kept = {key: value for key, value in self.state.get(shard.parameter, {}).items() if key not in shown}
         if kept:
-            loaded_state.check_kept(kept, shard, self.plan.parameters[shard.index].route)
+            loaded_state.check_kept(kept, shard, spec.route)
             states.check_tensors(kept, shard.name)
+            if self.communicator.world_size > 1:
+                states.check_keys(kept, shard.name, in_parts=spec.route == "adamw" and not spec.sharding)
         return kept
 
     def _check_states(self) -> None:

@@ -13,14 +13,18 @@ from itertools import chain
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from optim_dist._optimizers.layouts import local
 from optim_dist.plan import Plan
 from optim_dist.planning import contiguous_stride
 from optim_kernels.multi_tensor import is_dense
+from optim_kernels.states import ELEMENTWISE_KEYS
 from optim_utils.low_bit import LowBitTensor, from_plain
 
+# the entries of which every rank with a part of the parameter has its part, or the same number
+_CUT_LIKE_PARAMETERS = {"step", *ELEMENTWISE_KEYS}
 # attributes of torch's optimizers
 _LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 # `optim_utils.attach_state_dict_hooks` replaces this method by one that counts on a hook of its own
@@ -68,6 +72,16 @@ def check_tensors(state: Mapping[str, Any], name: str) -> None:
             raise ValueError(
                 f"the state of {name} has {key}={value!r}, but can be saved and moved between ranks only if it holds "
                 "tensors alone; make it one, or keep it in the group"
+            )
+
+
+def check_keys(state: Mapping[str, Tensor], name: str, *, in_parts: bool) -> None:
+    """Refuse a user's own entries of which ranks have parts: in a state ``in_parts`` any, else DTensors."""
+    for key, value in state.items():
+        if key not in _CUT_LIKE_PARAMETERS and (in_parts or isinstance(value, DTensor)):
+            raise ValueError(
+                f"the state of {name} has {key}, of which nobody knows how the parts of ranks belong together; keep it "
+                "elsewhere (in the group, say)"
             )
 
 

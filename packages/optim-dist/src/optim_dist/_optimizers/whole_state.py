@@ -66,7 +66,9 @@ def _whole_states(
     for index, (spec, entry) in enumerate(zip(plan.parameters, optimizer.entries)):
         if spec.sharding:
             layout = optimizer.layouts[index]
-            whole = {key: on_one_rank(value, layout, communicator, to_chunk) for key, value in mine[index].items()}
+            # in one order on all ranks
+            entries = sorted(mine[index].items())
+            whole = {key: on_one_rank(value, layout, communicator, to_chunk) for key, value in entries}
         else:
             whole = {}
             for key, (dtype, shape) in described[plan.ranges(index)[0].rank].get(str(index), {}).items():
