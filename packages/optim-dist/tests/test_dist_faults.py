@@ -286,6 +286,10 @@ def hold_what_is_its_own(rank, world_size, folder):
     optimizer.state[cut]["mine"] = torch.zeros_like(cut)
     with pytest.raises(RuntimeError, match="rank 0: ValueError: the state of cut has mine, of which nobody knows"):
         a_save(optimizer, f"{folder}/more")
+    del optimizer.state[cut]["mine"]
+    optimizer.state[cut]["value"] = mine
+    with pytest.raises(RuntimeError, match="rank 0: ValueError: the state of cut has 'value', as checkpoints call"):
+        a_save(optimizer, f"{folder}/more")
 
 
 def test_what_a_user_has_added_to_a_state_that_is_whole_is_kept(tmp_path):

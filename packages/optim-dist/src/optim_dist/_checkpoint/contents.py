@@ -68,6 +68,8 @@ def own_parts(
     cut: list[Part] = []
     for shard in optimizer.shards():
         spec, state = specs[shard.index], optimizer.kept_state(shard)
+        if VALUE in state:
+            raise ValueError(f"the state of {spec.name} has {VALUE!r}, as checkpoints call the parameter; rename it")
         tensors = {VALUE: shard.value, **{key: value for key, value, *_ in in_files(state) if key not in SCALARS}}
         if not spec.sharding:
             parts[spec.name] = {key: to_host(flat_part(value, shard)) for key, value in tensors.items()}
