@@ -276,6 +276,7 @@ def test_any_shape_round_trips(fmt: LowBitFormat, layout: str, shape: tuple[int,
         assert q.codes.shape == x.shape
     decoded = dequantize(q)
     assert decoded.shape == x.shape
+    assert decoded.is_contiguous()
     assert ((decoded - x).abs() <= 0.75).all()
 
 

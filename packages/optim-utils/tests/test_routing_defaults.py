@@ -64,6 +64,7 @@ class VocabularyEmbedding(nn.Module):
             {"x": Weights(pos_encoding=(9, 2), codebooks=(3, 5, 2), codebook_0=(5, 2), prototype_vectors=(5, 2, 1, 1))},
             {f"x.{name}": "embedding" for name in ("pos_encoding", "codebooks", "codebook_0", "prototype_vectors")},
         ),
+        ({"quantizer": Weights(codevectors=(1, 5, 2))}, {"quantizer.codevectors": "embedding"}),
         # what is only called after a table maps features, be it a layer or not
         (
             {"x": Weights(pos_proj=(3, 2), pos_encoder=(3, 2), codebook_proj=(3, 2), centroid_w=(3, 2))},
@@ -71,6 +72,11 @@ class VocabularyEmbedding(nn.Module):
         ),
         ({"x.codebooks": nn.ParameterList([torch.zeros(5, 2)])}, {"x.codebooks.0": "embedding"}),
         ({"x.experts": nn.ParameterList([torch.zeros(5, 2)])}, {"x.experts.0": "matrix"}),
+        # a list's name says of its items what it says of a parameter
+        *(
+            ({f"x.{name}": nn.ParameterList([torch.zeros(5, 2)])}, {f"x.{name}.0": "vector"})
+            for name in ("biases", "q_scale", "A_logs")
+        ),
         ({"codebook.proj": nn.Linear(3, 2, bias=False)}, {"codebook.proj.weight": "matrix"}),
         ({"pos": nn.Linear(3, 2, bias=False)}, {"pos.weight": "matrix"}),
         (

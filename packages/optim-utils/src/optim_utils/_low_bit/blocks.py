@@ -244,5 +244,8 @@ def decode_blocks(
     if length % filled_size and numbers.device.type == "cpu":
         # fused with what follows, inductor (seen in torch 2.13) cuts a CPU's loop over the run into blocks, and leaves
         # the end unwritten; a view by strides is a view of memory, so that numbers are stored first
-        return numbers.as_strided((num_runs, length), (numbers.shape[1] * filled_size, 1)).reshape(tuple(shape))
-    return _from_blocks(numbers, length).reshape(tuple(shape))
+        numbers = numbers.as_strided((num_runs, length), (numbers.shape[1] * filled_size, 1))
+    else:
+        numbers = _from_blocks(numbers, length)
+    # rows that are filled up have gaps between them
+    return numbers.reshape(tuple(shape)).contiguous()

@@ -36,13 +36,13 @@ _is_elementwise_name = matcher(
 _is_embedding_class = re.compile(r"embedding(bag)?$", re.IGNORECASE).search
 _is_embedding_name = matcher("wte", "wpe", "emb", "*_emb", "*embed*", "trainable_tokens*")
 # Learned tables that no embedding module holds: positions (rel_pos_h of SAM, temporal_pos of MViT), registers, latents,
-# and the vectors that others are compared with (codebooks, the centroids of NetVLAD).
+# and the vectors that others are compared with (codebooks, wav2vec's codevectors, the centroids of NetVLAD).
 # Only a parameter's own name says so, since modules with such names may map tokens or positions. W_queries is none: the
 # queries of a layer are computed with it.
 _is_table_name = matcher(
     *("rel_pos*", "pos", "*_pos", "pos_enc", "pos_encoding", "position*", "*_position*", "*_token", "*_tokens"),
     # in full, since matrices are called after what they map as well (codebook_proj, pos_encoder)
-    *("codebook", "codebooks", "codebook_[0-9]", "centroid", "centroids"),
+    *("codebook", "codebooks", "codebook_[0-9]", "codevectors", "centroid", "centroids"),
     *("prototype", "prototypes", "prototype_vectors"),
     *("latents", "latents_*", "latent_query", "queries", "??*_queries"),
 )
@@ -145,12 +145,11 @@ def _magnitude(leaf: Leaf) -> Decision | None:
 
 def _bias(leaf: Leaf) -> Decision | None:
     """A bias by its name, as one of two or more dimensions holds one vector per expert."""
-    is_bias = any(_is_bias_name(path[-1]) for path in leaf.paths)
-    return Decision("adamw", "vector", "bias by name") if is_bias else None
+    return Decision("adamw", "vector", "bias by name") if any(map(_is_bias_name, leaf.own_names)) else None
 
 
 def _elementwise(leaf: Leaf) -> Decision | None:
-    is_elementwise = any(_is_elementwise_name(path[-1]) for path in leaf.paths)
+    is_elementwise = any(map(_is_elementwise_name, leaf.own_names))
     return Decision("adamw", "vector", "elementwise by name") if is_elementwise else None
 
 
@@ -203,9 +202,7 @@ def _row_or_column(leaf: Leaf) -> Decision | None:
 
 
 def _table(leaf: Leaf) -> Decision | None:
-    # those of a ParameterList have numbers behind its name
-    own = (path[-2] if path[-1].isdecimal() and len(path) > 1 else path[-1] for path in leaf.paths)
-    is_table = any(map(_is_table_name, own))
+    is_table = any(map(_is_table_name, leaf.own_names))
     return Decision("adamw", "embedding", "learned table by name") if is_table else None
 
 

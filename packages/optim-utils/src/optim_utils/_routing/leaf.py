@@ -89,6 +89,11 @@ class Leaf:
         return tuple(_path(name) for name in self.names)
 
     @cached_property
+    def own_names(self) -> tuple[str, ...]:
+        """What the parameter itself is called; an item of a ParameterList, whose name is a number, as its list."""
+        return tuple(path[-2] if path[-1].isdecimal() and len(path) > 1 else path[-1] for path in self.paths)
+
+    @cached_property
     def is_magnitude(self) -> bool:
         """Whether this parameter holds the magnitudes of a weight norm: one number for each slice of the direction."""
         for name in self.names:
