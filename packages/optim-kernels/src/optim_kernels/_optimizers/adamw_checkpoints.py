@@ -27,7 +27,7 @@ def as_saved(_: Optimizer, content: dict[str, Any]) -> None:
             if key in content["state"]:
                 state = content["state"][key] = _plain_state(content["state"][key])
                 if "step" in state and not on_device:
-                    state["step"] = _count(state).cpu()
+                    state["step"] = _count(state)
 
 
 def as_torchs(optimizer: Optimizer, content: dict[str, Any]) -> None:
@@ -45,14 +45,14 @@ def as_torchs(optimizer: Optimizer, content: dict[str, Any]) -> None:
 
 def _torch_state(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     """The state as ``torch.optim.AdamW`` keeps it for this parameter: floats of the parameter's dtype."""
-    return {"step": _count(state).to("cpu", copy=True)} | {
+    return {"step": _count(state).clone()} | {
         key: as_float(state[key]).to(param.dtype) for key in MOMENTS if key in state
     }
 
 
 def _count(state: dict[str, Any]) -> Tensor:
-    """The step count, for which a user may have put a number."""
-    return torch.as_tensor(state["step"], dtype=torch.float32)
+    """The step count on the CPU; a user may have put a number there."""
+    return torch.as_tensor(state["step"], dtype=torch.float32, device="cpu")
 
 
 def _plain_state(state: dict[str, Any]) -> dict[str, Any]:
