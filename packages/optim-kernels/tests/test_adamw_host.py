@@ -240,13 +240,13 @@ def test_only_a_step_unlike_the_one_before_takes_the_long_way(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long_ways: list[int] = []
-    prepared_for = adamw.prepared_for
+    prepared_for = TritonAdamW._prepared_for
 
-    def count(*args: Any, **kwargs: Any) -> Any:
+    def count(*args: Any) -> Any:
         long_ways.append(1)
-        return prepared_for(*args, **kwargs)
+        return prepared_for(*args)
 
-    monkeypatch.setattr(adamw, "prepared_for", count)
+    monkeypatch.setattr(TritonAdamW, "_prepared_for", count)
     params = [torch.nn.Parameter(p.detach().bfloat16()) for p in make_params()]
     renew_gradients(params)
     optimizer = TritonAdamW(params, impl="triton", **options)

@@ -13,7 +13,7 @@ from random_tensors import DEVICE, give_gradients
 from torch import Tensor, nn
 
 from optim_kernels import TritonAdamW, TritonMuon, TritonMuonAdamW
-from optim_kernels import adamw as adamw_module
+from optim_kernels._optimizers import adamw_parts
 from optim_kernels.functional import adamw_
 from optim_utils.low_bit import INT8, quantize
 
@@ -285,7 +285,7 @@ def test_plain_torch_asks_only_where_something_has_changed(monkeypatch: pytest.M
     """What a step reads anew may lie elsewhere."""
     params, optimizer = stepped(adamw, "torch")
     state, asked = optimizer.state[params[1]], []
-    monkeypatch.setattr(adamw_module, "why_unfit_state", lambda param, *_: asked.append(param))
+    monkeypatch.setattr(adamw_parts, "why_unfit_state", lambda param, *_: asked.append(param))
 
     def num_asked() -> int:
         asked.clear()

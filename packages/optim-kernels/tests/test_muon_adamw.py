@@ -98,7 +98,7 @@ def test_adamw_groups_are_one_planned_launch() -> None:
             p.grad = None if q.grad is None else q.grad.clone()
         ours.step()
         theirs.step()
-        prepared.append(ours._adamw)
+        prepared.append(ours._prepared)
         ours.param_groups[0]["lr"] = theirs.param_groups[0]["lr"] = 1e-2 / (step + 2)
     assert prepared[0] is prepared[2]
     assert prepared[0] is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -18,6 +17,7 @@ from optim_kernels._dtensors import gradients_of
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._graphs import is_capturing, is_capturing_here
 from optim_kernels._impl import Impl, check_impl
+from optim_kernels._optimizers.adamw_base import AdamWOptimizer
 from optim_kernels._optimizers.adamw_checkpoints import as_saved, as_torchs
 from optim_kernels._optimizers.adamw_options import (
     StateDtype,
@@ -29,46 +29,32 @@ from optim_kernels._optimizers.adamw_options import (
     check_storage,
     check_update,
 )
+from optim_kernels._optimizers.adamw_parts import Group
 from optim_kernels._optimizers.adamw_paths import EXPLAIN_HEADER, explain_row, step_device, why_not_kernels
 from optim_kernels._optimizers.adamw_state import converted_state, laid_out, why_unfit_state, zero_state
 from optim_kernels._optimizers.adamw_steady import SteadyStep
-from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
+from optim_kernels._optimizers.adamw_step import PreparedStep
 from optim_kernels._optimizers.adamw_torch import check_step, step_with_torch
-from optim_kernels._optimizers.explaining import launches_line, log_fallback, text_table
+from optim_kernels._optimizers.explaining import launches_line, text_table
 from optim_kernels._optimizers.fitting import refuse
 from optim_kernels._optimizers.group_clipping import (
     check_clipping,
-    check_here,
     check_limit,
     clipping_of_step,
     norm_and_factor,
 )
-from optim_kernels._optimizers.inference import out_of_inference_mode
-from optim_kernels._optimizers.private_state import KnowsNorm, PrivateState, of_its_own
+from optim_kernels._optimizers.private_state import of_its_own
 from optim_kernels._optimizers.stepping import begin_step, hooked_step
 from optim_kernels._optimizers.storage import MasterWeights, check_dtype, drop_other_masters, missing_master
 from optim_kernels._options import are_numbers, check_scalars
-from optim_kernels.functional.adamw_plan import AdamWPlan
 from optim_utils.compiling import not_compiled
 
 __all__ = ["TritonAdamW"]
 
 _group_params = itemgetter("params")
-# What a prepared step depends on; the other options are read anew by every step, or when a state is made.
-_planned_options = itemgetter(
-    "amsgrad",
-    "capturable",
-    "differentiable",
-    "foreach",
-    "fused",
-    "impl",
-    "master_weights",
-    "seed",
-    "stochastic_rounding",
-)
 
 
-class TritonAdamW(KnowsNorm, PrivateState, TorchAdamW):
+class TritonAdamW(AdamWOptimizer, TorchAdamW):
     """AdamW with torch's arguments, state and results, in one launch a step, and with further storage formats.
 
     The update is that of ``optim_kernels.reference.adamw``; ``explain()`` says what updates each parameter.
@@ -97,6 +83,18 @@ class TritonAdamW(KnowsNorm, PrivateState, TorchAdamW):
     # Not taken from a checkpoint: formats are converted, and what computed its steps (torch's fused kernel, say) may be
     # missing on this machine.
     _own_options = ("state_dtype", "master_weights", "impl", "foreach", "fused")
+    # the other options are read anew by every step, or when a state is made
+    _planned_options = itemgetter(
+        "amsgrad",
+        "capturable",
+        "differentiable",
+        "foreach",
+        "fused",
+        "impl",
+        "master_weights",
+        "seed",
+        "stochastic_rounding",
+    )
 
     @not_compiled
     def __init__(
@@ -196,9 +194,8 @@ class TritonAdamW(KnowsNorm, PrivateState, TorchAdamW):
         """Drop what was prepared, because parameters, states or options have changed."""
         impls = {group["impl"] for group in self.__dict__.get("param_groups", [])}
         self._norms = GradientNorms(impls.pop() if len(impls) == 1 else "auto")
-        self._prepared: PreparedStep | None = None
+        self._prepared = None
         self._steady: SteadyStep | None = None
-        self._logged_fallback = False
 
     @hooked_step
     def step(self, closure: Callable[[], Any] | None = None, *, clip_factor: Tensor | None = None) -> Any:
@@ -229,23 +226,17 @@ class TritonAdamW(KnowsNorm, PrivateState, TorchAdamW):
         params = list(chain.from_iterable(map(_group_params, self.param_groups)))
         # With gradients enabled each `to_local` of a DTensor makes a new view. Differentiable steps enable them again.
         grads = gradients_of(params)
-        prepare = partial(self._prepare, params, grads)
-        prepared, seen = prepared_for(
-            self.param_groups, params, grads, self._state_to_check(), known=self._prepared, prepare=prepare
-        )
-        self._prepared = prepared
         # all of this may raise, so it comes before the kernels, or another group, change anything
-        prepared.with_torch.refuse_unfit(grads, why_unfit_state, self._parameter_names)
+        prepared, seen = self._prepared_for(self.param_groups, params, grads)
         with_torch = prepared.with_torch.steps(grads)
         for step in with_torch:
             check_adamw_step(step.group)
             check_step(step, self._parameter_names)
         grad_scale, found_inf = self._loss_scaling()
-        max_norm, norm_type = clipping_of_step(self)
+        max_norm, norm_type = clipping_of_step(self, grads)
         if max_norm is not None:
             if clip_factor is not None:
                 raise ValueError("this optimizer clips by max_norm itself; pass clip_factor to one without max_norm")
-            check_here(self, grads)
             all_grads = [grad for grad in grads if grad is not None] if prepared.with_torch else seen
             self.grad_norm, clip_factor = norm_and_factor(
                 self._norms,
@@ -274,41 +265,22 @@ class TritonAdamW(KnowsNorm, PrivateState, TorchAdamW):
                 self.param_groups, prepared, seen, norms=self._norms, writes=self._writes, factor=clip_factor
             )
 
-    @out_of_inference_mode
-    def _prepare(self, params: list[Tensor], grads: list[Tensor | None]) -> PreparedStep:
-        """Sort the parameters that have gradients by what updates them, make their states, and plan the launch."""
-        self._prepared = None
+    def _prepare(self, groups: list[Group], params: list[Tensor], grads: list[Tensor | None]) -> PreparedStep:
         names = self._parameter_names()
-        for number in range(len(self.param_groups)):
+        for number in range(len(groups)):
             self._check_paths(number, names)
-        indices: list[int] = []
-        reasons: list[str] = []
-        for index, ((group, param), grad) in enumerate(zip(self._parameters(), grads)):
-            if grad is None:
-                continue
-            if grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"TritonAdamW takes dense gradients, but that of {names[param]} is {grad.layout}; make it dense "
-                    "(sparse=False in nn.Embedding) or give the parameter to torch.optim.SparseAdam"
-                )
-            if not param.is_complex():
-                check_dtype(param, names[param])
-            reason = why_not_kernels(param, group)
-            if self._own_state[param]:
-                refuse(why_unfit_state(param, grad, group, self._own_state[param]), names[param])
-            self._ensure_state(param, group, for_kernels=reason is None)
-            if reason is None:
-                indices.append(index)
-            else:
-                reasons.append(reason)
-        if reasons and not self._logged_fallback:
-            self._logged_fallback = True
-            log_fallback(self, reasons)
-        return PreparedStep(
-            self.param_groups, params, grads, self._own_state, indices, options=_planned_options, names=names
-        )
+        return super()._prepare(groups, params, grads)
 
-    def _ensure_state(self, param: Tensor, group: dict[str, Any], *, for_kernels: bool) -> None:
+    def _make_ready(self, param: Tensor, grad: Tensor, group: Group, name: str) -> str | None:
+        if not param.is_complex():
+            check_dtype(param, name)
+        reason, state = why_not_kernels(param, group), self._own_state[param]
+        if state:
+            refuse(why_unfit_state(param, grad, group, state), name)
+        self._ensure_state(param, group, name, for_kernels=reason is None)
+        return reason
+
+    def _ensure_state(self, param: Tensor, group: Group, name: str, *, for_kernels: bool) -> None:
         """Make what the state of ``param`` lacks, in the layout and on the devices that the step needs.
 
         The kernels go through parameter and moments in one order, that of the parameter in memory.
@@ -320,8 +292,8 @@ class TritonAdamW(KnowsNorm, PrivateState, TorchAdamW):
             made |= laid_out(param, state)
         if made and is_capturing(param.device):
             raise RuntimeError(
-                f"TritonAdamW.step() is being captured into a CUDA graph, but {self._parameter_names()[param]} has "
-                f"no state yet ({', '.join(made)}), and every replay would make it anew; run a step before the capture"
+                f"TritonAdamW.step() is being captured into a CUDA graph, but {name} has no state yet "
+                f"({', '.join(made)}), and every replay would make it anew; run a step before the capture"
             )
         state.update(made)
         drop_other_masters(group, state)
@@ -366,9 +338,7 @@ class TritonAdamW(KnowsNorm, PrivateState, TorchAdamW):
     def _explain_launches(self) -> list[str]:
         if self._prepared is None:
             return ["not planned before the next step"]
-        plan = AdamWPlan() if self._prepared.kernels is None else self._prepared.kernels.plan
-        is_clipping = any(group["max_norm"] is not None for group in self.param_groups)
-        footer = [launches_line(plan.num_launches + is_clipping * self._norms.num_launches)]
-        return footer + (
-            [f"{plan.num_copied} gradients are copied to their parameter's layout"] * bool(plan.num_copied)
-        )
+        kernels = self._prepared.kernels
+        num_copied = 0 if kernels is None else kernels.plan.num_copied
+        footer = [launches_line(self._count_launches())]
+        return footer + [f"{num_copied} gradients are copied to their parameter's layout"] * bool(num_copied)

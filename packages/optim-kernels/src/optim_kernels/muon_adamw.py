@@ -8,7 +8,6 @@ Jordan's ``use_muon``. A Muon group without further options follows nanochat's c
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,26 +18,27 @@ from optim_kernels._dtensors import gradients_of
 from optim_kernels._gradient_norm import GradientNorms
 from optim_kernels._graphs import is_capturing
 from optim_kernels._impl import Impl, check_impl
+from optim_kernels._optimizers.adamw_base import AdamWOptimizer
 from optim_kernels._optimizers.adamw_options import (
     check_adamw_ranges,
     check_adamw_scalars,
     check_adamw_step,
     check_decay,
 )
+from optim_kernels._optimizers.adamw_parts import Group
 from optim_kernels._optimizers.adamw_paths import NOT_YET_THERE, why_not_kernels
 from optim_kernels._optimizers.adamw_state import MOMENTS, NEEDED, laid_out, zero_state
-from optim_kernels._optimizers.adamw_step import PreparedStep, prepared_for
+from optim_kernels._optimizers.adamw_step import PreparedStep
 from optim_kernels._optimizers.explaining import launches_line, text_table
 from optim_kernels._optimizers.fitting import refuse, what_is_missing, why_unfit
-from optim_kernels._optimizers.group_clipping import check_clipping, check_here, clipping_of_step, norm_and_factor
-from optim_kernels._optimizers.inference import out_of_inference_mode
+from optim_kernels._optimizers.group_clipping import check_clipping, clipping_of_step, norm_and_factor
 from optim_kernels._optimizers.kinds import completed_group
 from optim_kernels._optimizers.muon_base import MuonOptimizer
 from optim_kernels._optimizers.muon_entries import check_state_in_capture
 from optim_kernels._optimizers.muon_explain import HEADER, explain_row, tiles_of
 from optim_kernels._optimizers.muon_options import check_muon_group
 from optim_kernels._optimizers.nanochat_checkpoints import stack_state, unstack_state
-from optim_kernels._optimizers.private_state import KnowsNorm, of_its_own
+from optim_kernels._optimizers.private_state import of_its_own
 from optim_kernels._optimizers.stepping import begin_step, hooked_step
 from optim_kernels._optimizers.storage import check_dtype, drop_other_masters
 from optim_kernels._options import check_switches
@@ -55,12 +55,7 @@ _AS_TORCH: dict[str, Any] = dict.fromkeys((*_NOT_HERE, "foreach", "fused"))
 _SHARED: dict[str, Any] = {"max_norm": None, "seed": 0, "capturable": False, "impl": "auto"}
 
 
-def _options(group: dict[str, Any]) -> list[Any]:
-    """What a prepared step depends on."""
-    return [group["impl"], *map(group.get, _NOT_HERE)]
-
-
-class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
+class TritonMuonAdamW(AdamWOptimizer, MuonOptimizer):
     """One optimizer for a whole model: the updates of ``optim_kernels.reference.muon`` and ``.adamw``.
 
     Args:
@@ -90,8 +85,6 @@ class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
         ns_workspace_mb: float | None = None,
     ) -> None:
         check_impl(impl)
-        # derived, and never saved
-        self._adamw: PreparedStep | None = None
         self._norms = GradientNorms(impl)
         self._make_planner(ns_workspace_mb)
         super().__init__(param_groups, {"max_norm": max_norm, "seed": seed, "capturable": capturable, "impl": impl})
@@ -112,7 +105,7 @@ class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
         """Add a group; its ``kind`` decides which options it is completed with."""
         group = completed_group(param_group, **self._shared_options())
         super().add_param_group(group)
-        self._adamw = None
+        self._prepared = None
         try:
             check_clipping(self, self.param_groups[-1])
             check = check_muon_group if self._is_muon(group) else _check_adamw_group
@@ -126,7 +119,7 @@ class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         shared = self._shared_options()
-        self._adamw, self._norms = None, GradientNorms(shared["impl"])
+        self._prepared, self._norms = None, GradientNorms(shared["impl"])
         names = self._parameter_names()
         for group in self.param_groups:
             group.setdefault("max_norm", shared["max_norm"])
@@ -154,12 +147,7 @@ class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
             check_adamw_step(group)
         params = [p for group in adamw_groups for p in group["params"]]
         grads = gradients_of(params)
-        prepare = partial(self._prepare_adamw, adamw_groups, params, grads)
-        adamw, seen = prepared_for(
-            adamw_groups, params, grads, self._state_to_check(), known=self._adamw, prepare=prepare
-        )
-        self._adamw = adamw
-        adamw.with_torch.refuse_unfit(grads, _why_unfit, self._parameter_names)
+        adamw, seen = self._prepared_for(adamw_groups, params, grads)
         if adamw.kernels is not None:
             adamw.kernels.get_ready(
                 adamw_groups, seen, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor
@@ -170,13 +158,11 @@ class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
 
     def _clip(self, grad_scale: Tensor | None) -> Tensor | None:
         """The clip factor for ``max_norm``; ``None`` without a ``max_norm``."""
-        max_norm, norm_type = clipping_of_step(self)
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        max_norm, norm_type = clipping_of_step(self, grads)
         if max_norm is None:
             return None
-        grads = [p.grad for group in self.param_groups for p in group["params"]]
-        given = [grad for grad in grads if grad is not None]
-        check_here(self, given)
-        self.grad_norm, factor = norm_and_factor(self._norms, given, max_norm, norm_type, grad_scale)
+        self.grad_norm, factor = norm_and_factor(self._norms, grads, max_norm, norm_type, grad_scale)
         return factor
 
     def _step_adamw(
@@ -209,43 +195,32 @@ class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
                 impl="torch",
             )
 
-    @out_of_inference_mode
-    def _prepare_adamw(
-        self, groups: list[dict[str, Any]], params: list[Tensor], grads: list[Tensor | None]
-    ) -> PreparedStep:
-        """Make the states of AdamW parameters with gradients, and sort them by what updates them."""
-        self._adamw = None
+    @staticmethod
+    def _planned_options(group: Group) -> list[Any]:
+        return [group["impl"], *map(group.get, _NOT_HERE)]
+
+    def _prepare(self, groups: list[Group], params: list[Tensor], grads: list[Tensor | None]) -> PreparedStep:
         self._planner.let_go()
         for group in groups:
             _check_choices(group)
-        names = self._parameter_names()
-        group_of = [group for group in groups for _ in group["params"]]
-        indices: list[int] = []
-        reasons: list[str] = []
-        for index, (p, grad, group) in enumerate(zip(params, grads, group_of)):
-            if grad is None:
-                continue
-            if grad.layout != torch.strided:
-                raise RuntimeError(f"AdamW takes dense gradients, got {grad.layout} for {names[p]}; make it dense")
-            # checked here too: when its group was added, it may have been frozen, or not in it
-            _check_adamw_param(p, names[p])
-            state = self._own_state.get(p, {})
-            # one without moments is Muon's, of a parameter that was in one of its groups
-            if {*MOMENTS} & state.keys():
-                refuse(what_is_missing(state, NEEDED), names[p])
-            refuse(why_unfit(p, grad, state, NEEDED), names[p])
-            check_state_in_capture(p, self._own_state, names[p])
-            self._ensure_adamw_state(p)
-            reason = _why_not_kernels(p, group)
-            if reason is None:
-                self._lay_out(p, names[p])
-                indices.append(index)
-            elif group["impl"] == "triton":
-                raise RuntimeError(f"impl='triton' cannot update {names[p]}: {reason}; use impl='auto' or 'torch'")
-            else:
-                reasons.append(reason)
-        self._log_fallbacks(reasons)
-        return PreparedStep(groups, params, grads, self._own_state, indices, options=_options, names=names)
+        return super()._prepare(groups, params, grads)
+
+    def _make_ready(self, param: Tensor, grad: Tensor, group: Group, name: str) -> str | None:
+        # checked here too: when its group was added, it may have been frozen, or not in it
+        _check_adamw_param(param, name)
+        state = self._own_state.get(param, {})
+        # one without moments is Muon's, of a parameter that was in one of its groups
+        if {*MOMENTS} & state.keys():
+            refuse(what_is_missing(state, NEEDED), name)
+        refuse(why_unfit(param, grad, state, NEEDED), name)
+        check_state_in_capture(param, self._own_state, name)
+        self._ensure_adamw_state(param)
+        reason = _why_not_kernels(param, group)
+        if reason is None:
+            self._lay_out(param, name)
+        elif group["impl"] == "triton":
+            raise RuntimeError(f"impl='triton' cannot update {name}: {reason}; use impl='auto' or 'torch'")
+        return reason
 
     def _ensure_adamw_state(self, p: Tensor) -> None:
         state = self._own_state[p]
@@ -295,16 +270,10 @@ class TritonMuonAdamW(KnowsNorm, MuonOptimizer):
         return text_table(("kind", *HEADER), rows, footer=self._explain_launches())
 
     def _explain_launches(self) -> list[str]:
-        if self._adamw is None:
+        if self._prepared is None:
             return []
-        of_adamw = 0 if self._adamw.kernels is None else self._adamw.kernels.plan.num_launches
-        is_clipping = any(group["max_norm"] is not None for group in self.param_groups)
-        count = sum(plan.launches for plan in self.plans()) + of_adamw + is_clipping * self._norms.num_launches
+        count = sum(plan.launches for plan in self.plans()) + self._count_launches()
         return [launches_line(count)] if count else []
-
-
-def _why_unfit(p: Tensor, grad: Tensor, _: dict[str, Any], state: dict[str, Any]) -> str | None:
-    return what_is_missing(state, NEEDED) or why_unfit(p, grad, state, NEEDED)
 
 
 def _why_not_kernels(p: Tensor, group: dict[str, Any]) -> str | None:

@@ -8,6 +8,7 @@ What is where:
     fitting                                   whether gradient and state still belong to their parameter
     kinds plain_options                       groups of both kinds, and as a state dict holds them
     storage followed_writes                   dtypes of parameters, masters, step counts; masters that follow writes
+    adamw_base                                what both classes with AdamW groups share
     adamw_options adamw_state adamw_codes     AdamW's options, states and their 8-bit codes
     adamw_paths adamw_step                    what updates a parameter; the prepared step, with the kernels' part
     adamw_steady                              taking a step like the one before

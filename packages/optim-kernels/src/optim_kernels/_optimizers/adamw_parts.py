@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._impl import PLAIN_TYPES
+from optim_kernels._optimizers.adamw_state import why_unfit_state
 from optim_kernels._optimizers.fitting import refuse
 from optim_kernels._optimizers.private_state import KnownStates
 from optim_kernels._tensor_lists import KnownKinds
@@ -60,18 +61,11 @@ class TorchParts:
         found = ([grad for index in part.indices if (grad := grads[index]) is not None] for part in self._parts)
         return [TorchStep(*part, own, states) for part, own, states in zip(self._parts, found, self._states_of)]
 
-    def refuse_unfit(
-        self,
-        grads: list[Tensor | None],
-        why_unfit: Callable[[Tensor, Tensor, Group, State], str | None],
-        names: Callable[[], Mapping[Tensor, str]],
-    ) -> None:
+    def refuse_unfit(self, grads: list[Tensor | None], names: Callable[[], Mapping[Tensor, str]]) -> None:
         """Raise ``ValueError``, by name, for a parameter that plain torch cannot update.
 
-        Args:
-            why_unfit: what is wrong with a parameter, its gradient and its state in a group; asked only if the first
-                two are of other shapes, strides, dtypes or devices than in the step before; that states are not is for
-                `states` to say.
+        They are looked at only if parameters or gradients have other shapes, strides, dtypes or devices than in the
+        step before; that states have not is for `states` to say.
         """
         if not self._parts:
             return
@@ -83,7 +77,7 @@ class TorchParts:
             return
         for group, param, grad, state in zip(self._groups, self._params, own, self._states):
             assert grad is not None
-            reason = why_unfit(param, grad, group, state)
+            reason = why_unfit_state(param, grad, group, state)
             if reason is not None:
                 refuse(reason, names()[param])
         self._fitting = kinds

@@ -168,8 +168,8 @@ def laid_out(param: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def why_unfit_state(param: Tensor, grad: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
     """What keeps a step of the group from updating the parameter and this state; ``None`` if nothing does."""
-    used = ("step", *MOMENTS) if group["amsgrad"] else NEEDED
-    if group["master_weights"] is None:
+    used = ("step", *MOMENTS) if group.get("amsgrad") else NEEDED
+    if group.get("master_weights") is None:
         return what_is_missing(state, used) or why_unfit(param, grad, state, used)
     return what_is_missing(state, used) or why_unfit(param, grad, state, (*used, *MASTERS)) or why_no_master(state)
 

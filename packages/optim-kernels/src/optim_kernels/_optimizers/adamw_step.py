@@ -248,32 +248,3 @@ class PreparedStep:
 
     def _of_kernels(self, tensors: list[Any]) -> list[Any]:
         return tensors if self._kernel_indices is None else [tensors[index] for index in self._kernel_indices]
-
-
-def prepared_for(
-    groups: Sequence[Group],
-    params: list[Tensor],
-    grads: list[Tensor | None],
-    states: Mapping[Tensor, State] | None,
-    *,
-    known: PreparedStep | None,
-    prepare: Callable[[], PreparedStep],
-) -> tuple[PreparedStep, TensorList]:
-    """The prepared step, ``known`` from an earlier step or made anew, and the gradients that kernels will read.
-
-    Args:
-        states: as for ``PreparedStep.is_for``.
-        prepare: drops the known step, and makes another; raises for gradients that are not dense.
-    """
-    # among the kernels' gradients, a sparse one fails in ``look_at``
-    if known is None or not known.is_for(groups, params, grads, states) or not known.with_torch.have_dense_gradients():
-        # it keeps states alive that others may have dropped, and new ones may take as much memory
-        known = None
-        known = prepare()
-    try:
-        seen = known.look_at(grads)
-    except RuntimeError:
-        # no address: a gradient has become sparse, for which the next line raises a better error
-        prepare()
-        raise
-    return known if known.fits(seen) else prepare(), seen

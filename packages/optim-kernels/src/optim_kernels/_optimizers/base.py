@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from optim_kernels._dtensors import placed_like
 from optim_kernels._optimizers.adamw_state import MOMENTS, NEEDED
+from optim_kernels._optimizers.explaining import log_fallback
 from optim_kernels._optimizers.fitting import check_form, check_loaded
 from optim_kernels._optimizers.followed_writes import FollowedWrites, can_be_followed, followed
 from optim_kernels._optimizers.inference import as_normal, out_of_inference_mode
@@ -43,6 +44,8 @@ class StatefulOptimizer(Optimizer):
     _converted_state_keys: tuple[str, ...] = ("step", *ELEMENTWISE_KEYS)
     # GradScaler then leaves unscaling to `step`, which reads `grad_scale` and `found_inf` on the device.
     _step_supports_amp_scaling = True
+    # Reasons for plain torch that were logged already.
+    _logged_fallbacks: frozenset[str] = frozenset()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # never replaced: wrappers copy the attributes of the optimizer they wrap, and must share this object
@@ -200,6 +203,12 @@ class StatefulOptimizer(Optimizer):
             for j, param in enumerate(group["params"]):
                 names[param] = given[j] if known else f"param_groups[{i}]['params'][{j}]"
         return names
+
+    def _log_fallbacks(self, reasons: Iterable[str]) -> None:
+        """Log each reason why plain torch updates parameters once."""
+        new = frozenset(reasons) - self._logged_fallbacks
+        self._logged_fallbacks |= new
+        log_fallback(self, new)
 
     def _loss_scaling(self) -> tuple[Tensor | None, Tensor | None]:
         """``(grad_scale, found_inf)`` that a ``GradScaler`` put on this optimizer for the step."""

@@ -55,24 +55,18 @@ def check_clipping(optimizer: StatefulOptimizer, group: Mapping[str, Any]) -> No
         )
 
 
-def clipping_of_step(optimizer: StatefulOptimizer) -> Clipping:
-    """The clipping that all groups now ask for; raises as `check_clipping` does where they disagree."""
+def clipping_of_step(optimizer: StatefulOptimizer, grads: Sequence[Tensor | None]) -> Clipping:
+    """The clipping that all groups now ask for; raises as `check_clipping` does, since options may have changed."""
     each = [_clipping_of(group) for group in optimizer.param_groups] or [(None, 2.0)]
     max_norm, norm_type = each[0]
     are_plain = are_numbers((norm_type,) if max_norm is None else each[0])
-    if not are_plain or (max_norm is not None and not max_norm > 0) or any(other != each[0] for other in each):
+    is_known_good = are_plain and (max_norm is None or (max_norm > 0 and not has_dtensors(grads)))
+    if not is_known_good or any(other != each[0] for other in each):
         for group in optimizer.param_groups:
             check_clipping(optimizer, group)
         # as the constructor makes it: torch's norms take Python's numbers alone
         norm_type = float(norm_type)
     return max_norm, norm_type
-
-
-def check_here(optimizer: StatefulOptimizer, grads: Sequence[Tensor | None]) -> None:
-    """Run `check_clipping` again if gradients are spread over ranks: ``max_norm`` may have been set since."""
-    if has_dtensors(grads):
-        for group in optimizer.param_groups:
-            check_clipping(optimizer, group)
 
 
 def norm_and_factor(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from optim_kernels._dtensors import note_shards_were_written
 from optim_kernels._optimizers.base import Change
-from optim_kernels._optimizers.explaining import log_fallback
 from optim_kernels._optimizers.muon_entries import convert_loaded_state, entries_of
 from optim_kernels._optimizers.muon_options import DEFAULTS, check_muon_group
 from optim_kernels._optimizers.muon_planner import MuonPlanner
@@ -33,8 +32,6 @@ class MuonOptimizer(PrivateState, Optimizer):
     _ns_workspace_mb: float | None = None
     # The parameters of all groups when they were last sorted into launches.
     _sorted: Set[Tensor] = frozenset()
-    # Reasons for plain torch that were logged already.
-    _logged_fallbacks: frozenset[str] = frozenset()
 
     def _make_planner(self, ns_workspace_mb: float | None) -> None:
         self._planner = MuonPlanner(workspace=workspace_for(ns_workspace_mb))
@@ -83,12 +80,6 @@ class MuonOptimizer(PrivateState, Optimizer):
             self._log_fallbacks(self._planner.fallbacks)
         if with_masters:
             self._writes.note_step(self._with_masters(with_masters))
-
-    def _log_fallbacks(self, reasons: Iterable[str]) -> None:
-        """Log each reason why plain torch updates parameters once."""
-        new = frozenset(reasons) - self._logged_fallbacks
-        self._logged_fallbacks |= new
-        log_fallback(self, new)
 
     def _needed_state(self, group: dict[str, Any]) -> Sequence[str]:
         return ("momentum_buffer",) if self._is_muon(group) else super()._needed_state(group)

@@ -61,21 +61,6 @@ def of_its_own(method: Callable[[Any], T]) -> Callable[[Any], T]:
     return call
 
 
-class KnowsNorm:
-    """An optimizer that clips by the norm of its gradients."""
-
-    _shared: Shared
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """The norm of all gradients in the latest step, before clipping: a 0-d tensor."""
-        return self._shared.grad_norm
-
-    @grad_norm.setter
-    def grad_norm(self, norm: Tensor | None) -> None:
-        self._shared.grad_norm = norm
-
-
 class KnownStates:
     """What states hold under which keys, to be compared once somebody has read them.
 
