@@ -324,6 +324,23 @@ def test_a_gradient_in_numbers_of_another_kind(make: Any, impl: Any, dtype: torc
     assert_refused(optimizer, params, words if impl == "torch" or make is not adamw else str(dtype))
 
 
+@pytest.mark.parametrize("make", [adamw, adamw_at_random, muon_and_adamw])
+@pytest.mark.parametrize("what", ["it", "its step", "its exp_avg"])
+def test_what_torch_cannot_write_since_it_was_made_in_inference_mode(make: Any, what: str) -> None:
+    params, optimizer = stepped(make, "torch")
+    give_gradients(*params)
+    with torch.inference_mode():
+        if what == "it":
+            params[1] = torch.randn(4, 6, device=DEVICE)
+        else:
+            state, key = optimizer.state[params[1]], what.removeprefix("its ")
+            state[key] = state[key].clone()
+    if what == "it":
+        params[1].grad = torch.ones_like(params[1])
+        optimizer.param_groups[-1]["params"][-1] = params[1]
+    assert_refused(optimizer, params, f"last cannot be updated: {what} was made in inference mode, .*; give its clone")
+
+
 def test_functions_call_parameters_as_their_callers_do() -> None:
     params = [torch.zeros(4, 6, device=DEVICE) for _ in range(2)]
     moments = [torch.zeros(4, 6, device=DEVICE), torch.zeros(2, device=DEVICE)]

@@ -72,7 +72,7 @@ class KnownKinds:
 
     Args:
         with_shapes: whether contiguous tensors of different shapes, but equally many elements, differ in kind, and
-            tensors on different devices.
+            tensors on different devices, and those of inference mode from others.
     """
 
     def __init__(self, *, with_shapes: bool = False) -> None:
@@ -87,7 +87,7 @@ class KnownKinds:
             return last
         kinds = _kinds(tensors)
         if self._with_shapes:
-            kinds.append([(tensor.shape, tensor.device) for tensor in tensors])
+            kinds.append([(tensor.shape, tensor.device, tensor.is_inference()) for tensor in tensors])
         if kinds != last:
             self._last = kinds, False, None
             return kinds

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from optim_kernels._impl import PLAIN_TYPES
-from optim_kernels._optimizers.adamw_state import why_unfit_state
+from optim_kernels._optimizers.adamw_state import why_not_written, why_unfit_state
 from optim_kernels._optimizers.fitting import refuse
 from optim_kernels._optimizers.private_state import KnownStates
 from optim_kernels._tensor_lists import KnownKinds
@@ -77,7 +77,7 @@ class TorchParts:
             return
         for group, param, grad, state in zip(self._groups, self._params, own, self._states):
             assert grad is not None
-            reason = why_unfit_state(param, grad, group, state)
+            reason = why_unfit_state(param, grad, group, state) or why_not_written(param, state)
             if reason is not None:
                 refuse(reason, names()[param])
         self._fitting = kinds
