@@ -75,20 +75,13 @@ def how_kernels_run() -> str:
     return "compiled" if slow is None else f"compiled, but for products of matrices, which are cuBLAS's: {slow}"
 
 
-def _can_check() -> bool:
-    """Whether kernels run here, if only interpreted."""
-    if is_interpreted():
-        return has_triton() and _has_numpy()
-    return torch.cuda.is_available() and why_not_on(_CUDA) is None
-
-
 def _has_numpy() -> bool:
     return importlib.util.find_spec("numpy") is not None
 
 
 def run_checks() -> Iterator[tuple[str, str]]:
     """Each check and its result: "ok" with the error found, or what is wrong; none where no kernel runs."""
-    if not _can_check():
+    if how_kernels_run().startswith("not available"):
         return
     device = "cpu" if is_interpreted() else "cuda"
     for dtype in DTYPES:

@@ -66,16 +66,11 @@ def check_python_numbers(names: Sequence[str], numbers: Sequence[Any]) -> None:
 
 
 def check_betas(betas: Iterable[Any]) -> None:
-    """`check_beta` of those whose values the host has."""
+    """Raise ``ValueError`` for decay rates of AdamW's moments with which no step can be taken, if the host has them."""
     for index, beta in enumerate(betas):
-        if not isinstance(beta, Tensor) or (type(beta) is Tensor and beta.device.type == "cpu"):
-            check_beta(index, beta)
-
-
-def check_beta(index: int, beta: Any) -> None:
-    """Raise ``ValueError`` for a decay rate of AdamW's moments with which no step can be taken."""
-    if not 0.0 <= beta < 1.0:
-        raise ValueError(f"betas[{index}] must be from 0 to below 1, got {beta}")
+        is_here = not isinstance(beta, Tensor) or (type(beta) is Tensor and beta.device.type == "cpu")
+        if is_here and not 0.0 <= beta < 1.0:
+            raise ValueError(f"betas[{index}] must be from 0 to below 1, got {beta}")
 
 
 def check_values(params: Iterable[Tensor], **numbers: object) -> None:

@@ -7,7 +7,6 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import AdamW as TorchAdamW
@@ -15,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from optim_kernels._dtensors import gradients_of
 from optim_kernels._gradient_norm import GradientNorms
-from optim_kernels._graphs import is_capturing, is_capturing_here
+from optim_kernels._graphs import is_capturing_here
 from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizers.adamw_base import AdamWOptimizer
 from optim_kernels._optimizers.adamw_checkpoints import as_saved, as_torchs
@@ -31,7 +30,7 @@ from optim_kernels._optimizers.adamw_options import (
 )
 from optim_kernels._optimizers.adamw_parts import Group
 from optim_kernels._optimizers.adamw_paths import EXPLAIN_HEADER, explain_row, step_device, why_not_kernels
-from optim_kernels._optimizers.adamw_state import converted_state, laid_out, why_unfit_state, zero_state
+from optim_kernels._optimizers.adamw_state import converted_state, why_unfit_state
 from optim_kernels._optimizers.adamw_steady import SteadyStep
 from optim_kernels._optimizers.adamw_step import PreparedStep
 from optim_kernels._optimizers.adamw_torch import check_step, step_with_torch
@@ -45,7 +44,7 @@ from optim_kernels._optimizers.group_clipping import (
 )
 from optim_kernels._optimizers.private_state import of_its_own
 from optim_kernels._optimizers.stepping import begin_step, hooked_step
-from optim_kernels._optimizers.storage import MasterWeights, check_dtype, drop_other_masters, missing_master
+from optim_kernels._optimizers.storage import MasterWeights, check_dtype
 from optim_kernels._options import are_numbers, check_scalars
 from optim_utils.compiling import not_compiled
 
@@ -277,28 +276,9 @@ class TritonAdamW(AdamWOptimizer, TorchAdamW):
         reason, state = why_not_kernels(param, group), self._own_state[param]
         if state:
             refuse(why_unfit_state(param, grad, group, state), name)
-        self._ensure_state(param, group, name, for_kernels=reason is None)
+        device = step_device(param, group)
+        self._ensure_state(param, group, name, step_device=device, for_kernels=reason is None)
         return reason
-
-    def _ensure_state(self, param: Tensor, group: Group, name: str, *, for_kernels: bool) -> None:
-        """Make what the state of ``param`` lacks, in the layout and on the devices that the step needs.
-
-        The kernels go through parameter and moments in one order, that of the parameter in memory.
-        """
-        state, device = self._own_state[param], step_device(param, group)
-        made = {} if state else zero_state(param, group, step_device=device)
-        made |= missing_master(param, group, state)
-        if for_kernels:
-            made |= laid_out(param, state)
-        if made and is_capturing(param.device):
-            raise RuntimeError(
-                f"TritonAdamW.step() is being captured into a CUDA graph, but {name} has no state yet "
-                f"({', '.join(made)}), and every replay would make it anew; run a step before the capture"
-            )
-        state.update(made)
-        drop_other_masters(group, state)
-        # in fp32, as the kernels take it: a user may have cast whole states
-        state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=device)
 
     def _merged_group(self, index: int, mine: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         merged = super()._merged_group(index, mine, saved)

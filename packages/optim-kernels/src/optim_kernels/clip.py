@@ -94,7 +94,7 @@ def get_total_norm(
                 return norm
         return _total_norm(tensors, norm_type, error_if_nonfinite, foreach)
     except AttributeError:
-        _refuse_others(tensors)
+        _refuse_others(tensors, name="tensors", instead="leave out what has no gradient")
         raise
 
 
@@ -187,7 +187,7 @@ def sum_of_squares(tensors: Tensors, *, out: Tensor | None = None) -> Tensor:
             else reference.sum_of_squares(tensors)
         )
     except AttributeError:
-        _refuse_others(tensors)
+        _refuse_others(tensors, name="tensors", instead="leave out what has no gradient")
         raise
     return total if out is None else out.copy_(total)
 
@@ -199,13 +199,11 @@ def _check_numbers(**numbers: object) -> None:
             raise TypeError(f"{name} must be a number, got {number!r}")
 
 
-def _refuse_others(tensors: Sequence[Tensor]) -> None:
-    """Raise ``TypeError`` if not all are tensors, which to ask of each would cost the host some time."""
+def _refuse_others(tensors: Sequence[object], *, name: str, instead: str) -> None:
+    """Raise ``TypeError`` if not all are tensors, which to ask of each in every call would cost the host some time."""
     kinds = {type(tensor).__name__ for tensor in tensors if not isinstance(tensor, Tensor)}
     if kinds:
-        raise TypeError(
-            f"tensors must be tensors, got {', '.join(sorted(kinds))} among them; leave out what has no gradient"
-        )
+        raise TypeError(f"{name} must be tensors, got {', '.join(sorted(kinds))} among them; {instead}")
 
 
 def _as_list(tensors: Tensors) -> list[Tensor]:
@@ -231,9 +229,7 @@ def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
     # torch.compile has no := in a comprehension
     try:
         gradients = [parameter.grad for parameter in parameters]
-    except AttributeError as error:
-        kinds = {type(parameter).__name__ for parameter in parameters if not isinstance(parameter, Tensor)}
-        raise TypeError(
-            f"parameters must be tensors, got {', '.join(sorted(kinds))} among them; give model.parameters()"
-        ) from error
+    except AttributeError:
+        _refuse_others(parameters, name="parameters", instead="give model.parameters()")
+        raise
     return [gradient for gradient in gradients if gradient is not None]

@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from optim_kernels._dtensors import gradients_of
 from optim_kernels._gradient_norm import GradientNorms
-from optim_kernels._graphs import is_capturing
 from optim_kernels._impl import Impl, check_impl
 from optim_kernels._optimizers.adamw_base import AdamWOptimizer
 from optim_kernels._optimizers.adamw_options import (
@@ -27,22 +25,21 @@ from optim_kernels._optimizers.adamw_options import (
 )
 from optim_kernels._optimizers.adamw_parts import Group
 from optim_kernels._optimizers.adamw_paths import NOT_YET_THERE, why_not_kernels
-from optim_kernels._optimizers.adamw_state import MOMENTS, NEEDED, laid_out, zero_state
+from optim_kernels._optimizers.adamw_state import MOMENTS, NEEDED
 from optim_kernels._optimizers.adamw_step import PreparedStep
+from optim_kernels._optimizers.adamw_torch import reference_step
 from optim_kernels._optimizers.explaining import launches_line, text_table
 from optim_kernels._optimizers.fitting import refuse, what_is_missing, why_unfit
 from optim_kernels._optimizers.group_clipping import check_clipping, clipping_of_step, norm_and_factor
 from optim_kernels._optimizers.kinds import completed_group
 from optim_kernels._optimizers.muon_base import MuonOptimizer
-from optim_kernels._optimizers.muon_entries import check_state_in_capture
 from optim_kernels._optimizers.muon_explain import HEADER, explain_row, tiles_of
 from optim_kernels._optimizers.muon_options import check_muon_group
 from optim_kernels._optimizers.nanochat_checkpoints import stack_state, unstack_state
 from optim_kernels._optimizers.private_state import of_its_own
 from optim_kernels._optimizers.stepping import begin_step, hooked_step
-from optim_kernels._optimizers.storage import check_dtype, drop_other_masters
+from optim_kernels._optimizers.storage import check_dtype
 from optim_kernels._options import check_switches
-from optim_kernels.functional import adamw_
 from optim_utils.compiling import not_compiled
 
 __all__ = ["TritonMuonAdamW"]
@@ -153,7 +150,10 @@ class TritonMuonAdamW(AdamWOptimizer, MuonOptimizer):
                 adamw_groups, seen, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor
             )
         self._step_muon([group for group in self.param_groups if self._is_muon(group)], **scaling)
-        self._step_adamw(adamw, grads, **scaling)
+        if adamw.kernels is not None:
+            adamw.kernels.launch()
+        for step in adamw.with_torch.steps(grads):
+            reference_step(step, **scaling)
         return loss
 
     def _clip(self, grad_scale: Tensor | None) -> Tensor | None:
@@ -164,36 +164,6 @@ class TritonMuonAdamW(AdamWOptimizer, MuonOptimizer):
             return None
         self.grad_norm, factor = norm_and_factor(self._norms, grads, max_norm, norm_type, grad_scale)
         return factor
-
-    def _step_adamw(
-        self,
-        prepared: PreparedStep,
-        grads: list[Tensor | None],
-        *,
-        clip_factor: Tensor | None,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        """Step all AdamW groups: the launch that is ready where the kernels run, the reference elsewhere."""
-        if prepared.kernels is not None:
-            prepared.kernels.launch()
-        for group, _, params, own_grads, states in prepared.with_torch.steps(grads):
-            adamw_(
-                params,
-                own_grads,
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                steps=[state["step"] for state in states],
-                lr=group["lr"],
-                betas=tuple(group["betas"]),
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                maximize=group["maximize"],
-                clip_factor=clip_factor,
-                grad_scale=grad_scale,
-                found_inf=found_inf,
-                impl="torch",
-            )
 
     @staticmethod
     def _planned_options(group: Group) -> list[Any]:
@@ -213,33 +183,11 @@ class TritonMuonAdamW(AdamWOptimizer, MuonOptimizer):
         if {*MOMENTS} & state.keys():
             refuse(what_is_missing(state, NEEDED), name)
         refuse(why_unfit(param, grad, state, NEEDED), name)
-        check_state_in_capture(param, self._own_state, name)
-        self._ensure_adamw_state(param)
         reason = _why_not_kernels(param, group)
-        if reason is None:
-            self._lay_out(param, name)
-        elif group["impl"] == "triton":
+        if reason is not None and group["impl"] == "triton":
             raise RuntimeError(f"impl='triton' cannot update {name}: {reason}; use impl='auto' or 'torch'")
+        self._ensure_state(param, _AS_TORCH, name, step_device=param.device, for_kernels=reason is None)
         return reason
-
-    def _ensure_adamw_state(self, p: Tensor) -> None:
-        state = self._own_state[p]
-        # Muon's may have a count of its steps, and a master
-        if not state.keys() >= {*NEEDED}:
-            state.update(zero_state(p, _AS_TORCH, step_device=p.device))
-        drop_other_masters(_AS_TORCH, state)
-        # a loaded count is on the CPU, or nanochat's int
-        state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=p.device)
-
-    def _lay_out(self, p: Tensor, name: str) -> None:
-        """Bring moments into the parameter's order in memory: the kernels go through both in that order."""
-        moved = laid_out(p, self._own_state[p])
-        if moved and is_capturing(p.device):
-            raise RuntimeError(
-                f"a step is being captured into a CUDA graph, but {' and '.join(moved)} of {name} have another order "
-                "in memory than it has, and every replay would copy them anew; run a step before the capture"
-            )
-        self._own_state[p].update(moved)
 
     def state_dict(self, *, layout: Literal["separate", "nanochat"] = "separate") -> dict[str, Any]:
         """State per parameter, or as nanochat stacks it on a Muon group's first parameter."""

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from optim_kernels._gradient_norm import GradientNorms
+from optim_kernels._graphs import is_capturing
 from optim_kernels._optimizers.adamw_parts import Group
+from optim_kernels._optimizers.adamw_state import NEEDED, laid_out, zero_state
 from optim_kernels._optimizers.adamw_step import PreparedStep
 from optim_kernels._optimizers.inference import out_of_inference_mode
 from optim_kernels._optimizers.private_state import PrivateState
+from optim_kernels._optimizers.storage import drop_other_masters, missing_master
 from optim_kernels._tensor_lists import TensorList
 
 
@@ -92,6 +95,33 @@ class AdamWOptimizer(PrivateState):
         Raises for what no step of the group can update.
         """
         raise NotImplementedError
+
+    def _ensure_state(
+        self, param: Tensor, group: Group, name: str, *, step_device: torch.device, for_kernels: bool
+    ) -> None:
+        """Make what the state of ``param`` lacks, in the layout and on the devices that the step needs.
+
+        The kernels go through parameter and moments in one order, that of the parameter in memory. What the state has
+        without any moments is Muon's, of a parameter that was in one of its groups.
+        """
+        state = self._own_state[param]
+        made = {} if state.keys() >= {*NEEDED} else zero_state(param, group, step_device=step_device)
+        made |= missing_master(param, group, state)
+        moved = laid_out(param, state) if for_kernels else {}
+        if (made or moved) and is_capturing(param.device):
+            what = (
+                f"{name} has no state yet ({', '.join(made)})"
+                if made
+                else f"{' and '.join(moved)} of {name} have another order in memory than it has"
+            )
+            raise RuntimeError(
+                f"{type(self).__name__}.step() is being captured into a CUDA graph, but {what}, and every replay would "
+                "make them anew; run a step before the capture"
+            )
+        state.update(moved | made)
+        drop_other_masters(group, state)
+        # in fp32, as the kernels take it: a user may have cast whole states, and a loaded count is on the CPU
+        state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=step_device)
 
     def _count_launches(self) -> int:
         """How many launches of kernels AdamW's part of the latest step took, and the norm."""

@@ -21,7 +21,7 @@ def step_with_torch(
     step: TorchStep, *, grad_scale: Tensor | None, found_inf: Tensor | None, clip_factor: Tensor | None
 ) -> None:
     """Take a step by torch's code, or the reference."""
-    take = _torch_step if _fits_torch(step) else _reference_step
+    take = _torch_step if _fits_torch(step) else reference_step
     take(step, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
 
 
@@ -118,9 +118,10 @@ def _scaled(grad: Tensor, scale: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _reference_step(
+def reference_step(
     step: TorchStep, *, grad_scale: Tensor | None, found_inf: Tensor | None, clip_factor: Tensor | None
 ) -> None:
+    """Take a step by the reference, which has every option."""
     group, params, states = step.group, step.params, step.states
     # only the local parts of DTensors, since the update is elementwise
     reference.adamw_(
@@ -133,13 +134,13 @@ def _reference_step(
         betas=group["betas"],
         eps=group["eps"],
         weight_decay=group["weight_decay"],
-        max_exp_avg_sqs=[local(state["max_exp_avg_sq"]) for state in states] if group["amsgrad"] else None,
+        max_exp_avg_sqs=[local(state["max_exp_avg_sq"]) for state in states] if group.get("amsgrad") else None,
         masters=[local(master_of(state)) for state in states],
         maximize=group["maximize"],
         grad_scale=grad_scale,
         found_inf=found_inf,
         clip_factor=clip_factor,
-        stochastic_rounding=group["stochastic_rounding"],
+        stochastic_rounding=group.get("stochastic_rounding", False),
         seed=group["seed"],
         indices=step.indices,
     )

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from optim_kernels._dtensors import whole
-from optim_kernels._options import check_beta, check_python_numbers
+from optim_kernels._options import check_betas, check_python_numbers
 from optim_kernels.functional._device_scalars import on_device
 from optim_kernels.reference.adamw import AdamWScalars
 
@@ -49,11 +50,10 @@ def without_rates(rows: bytes) -> tuple[Sequence[int], bytes]:
 def _row(scalars: AdamWScalars) -> bytes:
     # in fp64, since a tensor's or NumPy's number would take the product with it into its own dtype
     lr, weight_decay = scalars.lr, float(scalars.weight_decay)
+    betas: list[Any] = [beta if on_device(beta) else float(beta) for beta in (scalars.beta1, scalars.beta2)]
+    check_betas(betas)
     # NaN holds the place of a beta on the device: no number is equal to it, so a change to one is noticed
-    beta1, beta2 = (
-        math.nan if on_device(beta) else _checked_beta(index, float(beta))
-        for index, beta in enumerate((scalars.beta1, scalars.beta2))
-    )
+    beta1, beta2 = (math.nan if on_device(beta) else beta for beta in betas)
     address = 0
     if on_device(lr):
         address, lr = lr.data_ptr(), 0.0
@@ -65,11 +65,6 @@ def _row(scalars: AdamWScalars) -> bytes:
     halves[5] = sign * math.sqrt(halves[5])
     numbers = array("d", [beta1, beta2, *logs, weight_decay])
     return array("q", [address]).tobytes() + numbers.tobytes() + halves.tobytes()
-
-
-def _checked_beta(index: int, beta: float) -> float:
-    check_beta(index, beta)
-    return beta
 
 
 def _sign(scalars: AdamWScalars) -> float:
