@@ -310,6 +310,7 @@ def test_what_muon_has_not_stepped_before_is_not_captured(change: str, monkeypat
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 def test_muon_refuses_a_capture_of_what_it_has_not_stepped_before() -> None:
     """And the capture of what it has goes on from there."""
     p = nn.Parameter(torch.ones(8, 12, device="cuda"))

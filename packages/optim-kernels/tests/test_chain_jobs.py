@@ -140,9 +140,14 @@ def test_which_restarts_are_in_factors() -> None:
     assert not NSConfig(restarts="accurate").restarts_in_factors(256, 1024)
     assert not NSConfig(method="standard").restarts_in_factors(256, 1024)
     assert not NSConfig(steps=6).restarts_in_factors(256, 1024)
-    # of eight steps the factor of all fits fp16, of nine it does not
-    assert NSConfig(steps=8, restarts=(4,), method="gram").restarts_in_factors(256, 1024)
-    assert not NSConfig(steps=9, restarts=(4,), method="gram").restarts_in_factors(256, 1024)
+    # the steeper the polynomial, the fewer rows
+    assert NSConfig().restarts_in_factors(5529, 22116)
+    assert not NSConfig().restarts_in_factors(5530, 22120)
+    assert NSConfig(coefficients="polar_express").restarts_in_factors(1327, 5308)
+    assert not NSConfig(coefficients="polar_express").restarts_in_factors(1328, 5312)
+    assert NSConfig(steps=6, restarts=(4,), method="gram").restarts_in_factors(256, 1024)
+    assert not NSConfig(steps=7, restarts=(4,), method="gram").restarts_in_factors(256, 1024)
+    assert not NSConfig(coefficients="aol4", steps=4).restarts_in_factors(256, 1024)
     m, n = 1000, 4000
 
     def operations(jobs: list[Job]) -> float:

@@ -287,12 +287,19 @@ def test_step(m: int, variant: str, master: str | None, monkeypatch: pytest.Monk
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["keller", "polar_express"])
-def test_a_restart_in_factors_is_as_accurate_as_one_by_x(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "m", "count", "most"),
+    [
+        ("keller", 512, 24, 1.2),
+        ("polar_express", 512, 24, 1.2),
+        ("keller", 1280, 8, 1.2),
+        ("polar_express", 1280, 8, 1.3),
+    ],
+)
+def test_a_restart_in_factors_is_as_accurate_as_one_by_x(name: str, m: int, count: int, most: float) -> None:
     """On singular values 1/i and 1/i², which feel every digit that R and Q₁R lack; a lone matrix restarts by X."""
     needs_hopper()
-    m, n, count = 512, 2048, 24
-    config = NSConfig(coefficients=name)
+    n, config = 4 * m, NSConfig(coefficients=name)
     assert config.restarts_in_factors(m, n)
     i = torch.arange(1, m + 1, dtype=torch.float64, device="cuda")
     for values in (1 / i, 1 / i**2):
@@ -302,7 +309,7 @@ def test_a_restart_in_factors_is_as_accurate_as_one_by_x(name: str) -> None:
         batch = newton_schulz(x, coefficients=name)
         alone = torch.stack([newton_schulz(each, coefficients=name) for each in x[:4]])
         error = (batch - expected).norm() / expected.norm()
-        assert error <= 1.2 * (alone - expected[:4]).norm() / expected[:4].norm()
+        assert error <= most * (alone - expected[:4]).norm() / expected[:4].norm()
 
 
 @pytest.mark.gpu

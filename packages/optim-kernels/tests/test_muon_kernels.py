@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from h200 import on_an_h200
 from random_tensors import DEVICE
 from torch import Tensor
 
@@ -367,9 +368,7 @@ def test_tile_choice() -> None:
 
 
 def test_more_matrices_than_a_grid_takes_have_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_an_h200 = {"is_interpreted": False, "has_gluon": True, "num_multiprocessors": 132, "shared_bytes": 227 << 10}
-    for name, value in on_an_h200.items():
-        monkeypatch.setattr(tile_choice, name, lambda *_, value=value: value)
+    on_an_h200(monkeypatch)
     for symmetric in (True, False):
         for batch, is_lone in ((1, True), (2**16 - 1, True), (2**16, False)):
             x = torch.empty(batch, 512, 512, dtype=torch.float16, device="meta")

@@ -169,7 +169,7 @@ def test_the_halves_of_a_step_refuse_what_does_not_fit() -> None:
         ({"lr": None}, "lr must be a number or a 1-element tensor, got None"),
         ({"momentum": "0.9"}, "momentum must be a number or a 1-element tensor, got '0.9'"),
         ({"weight_decay": [0.1]}, r"weight_decay must be a number or a 1-element tensor, got \[0.1\]"),
-        ({"lr": ON_META}, "lr is on meta, and so has no value; give one on cpu"),
+        ({"lr": ON_META}, f"lr is on meta, and so has no value; give one on {DEVICE}"),
         ({"beta2": (0.9, 0.95)}, r"beta2 must be a number or a 1-element tensor, got \(0.9, 0.95\)"),
         ({"nesterov": "False"}, "nesterov must be True or False, got 'False'"),
         ({"cautious": None}, "cautious must be True or False, got None"),

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from h200 import on_an_h200
 from random_tensors import DEVICE, random
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -24,8 +25,9 @@ from optim_utils.param_groups import MatrixView
 
 pytest.importorskip("triton")
 from optim_kernels._newton_schulz import chain as hopper_chain
-from optim_kernels._newton_schulz import tile_choice, triton_products
-from optim_kernels._newton_schulz.iterations import iterate
+from optim_kernels._newton_schulz import job_launches, tile_choice
+from optim_kernels._newton_schulz.chain_jobs import jobs_of, num_squares
+from optim_kernels._newton_schulz.job_launches import JobLaunches, Part, Places
 from optim_kernels._newton_schulz.tiles import FULL_PRECISION, Tile, general_tile, symmetric_tile
 from optim_kernels.functional import _muon_batch_plan, _muon_families
 from optim_kernels.functional._muon_batch_plan import MuonBatchPlan
@@ -39,32 +41,27 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles are chosen as on that GPU."""
-    monkeypatch.setattr(tile_choice, "is_interpreted", lambda: False)
-    monkeypatch.setattr(tile_choice, "shared_bytes", lambda _: 227 << 10)
-    for module in (tile_choice, hopper_chain):
-        monkeypatch.setattr(module, "has_gluon", lambda _: True)
-        monkeypatch.setattr(module, "num_multiprocessors", lambda _: SMS)
+    on_an_h200(monkeypatch)
+    monkeypatch.setattr(hopper_chain, "has_gluon", lambda _: True)
+    monkeypatch.setattr(hopper_chain, "num_multiprocessors", lambda _: SMS)
     monkeypatch.setattr(hopper_chain, "has_short_launch", lambda _: True)
 
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The tile of every product that a `TritonProducts` asks for, in order; nothing is computed."""
+    """The tile of every product that is launched, in order; nothing is computed."""
     found: list[Any] = []
 
-    def symmetric(a: Tensor, b: Tensor, *, tile: Tile | None = None, shifted: Any = None, **_: Any) -> Tensor:
+    def symmetric(a: Tensor, b: Tensor, *, tile: Tile | None, shifted: Any = None, **_: Any) -> None:
         batch, m, k = a.shape
         found.append(tile or symmetric_tile(m, k, batch, SMS, a is b, True, shifted is not None))
-        return torch.empty(batch, m, m, dtype=a.dtype, device="meta")
 
-    def general(a: Tensor, b: Tensor, *, tile: Tile | None = None, **_: Any) -> Tensor:
+    def general(a: Tensor, b: Tensor, *, tile: Tile | None, **_: Any) -> None:
         batch, m, k = a.shape
         found.append(tile or general_tile(m, b.shape[-1], k, batch, SMS, True))
-        return b
 
-    monkeypatch.setattr(triton_products, "symmetric_product", symmetric)
-    monkeypatch.setattr(triton_products, "general_product", general)
-    monkeypatch.setattr(triton_products, "empty_matrices", lambda *shape, like: like.new_empty(shape))
+    monkeypatch.setattr(job_launches, "symmetric_product", symmetric)
+    monkeypatch.setattr(job_launches, "general_product", general)
     return found
 
 
@@ -72,10 +69,14 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_tiles_are_those_of_one_matrix(h200: None, taken: list[Any], shape: tuple[int, int]) -> None:
     """Of every product of the iteration; and without the option they are others for many."""
     by_tiles: dict[Any, list[list[Any]]] = {"auto": [], "shape": []}
+    ns, (m, n) = NSConfig(), shape
     for tiles, lists in by_tiles.items():
         for count in (1, 3, 400):
-            x = torch.empty(count, *shape, dtype=torch.float16, device="meta")
-            iterate([x], NSConfig(), triton_products.TritonProducts(tiles))
+            x = torch.empty(count, m, n, dtype=torch.float16, device="meta")
+            jobs = jobs_of(ns, m, n)
+            squares = [x.new_empty(count, m, m) for _ in range(num_squares(jobs))]
+            JobLaunches(jobs, ns, tiles=tiles).run(Places(squares, [Part((x, x, x), squares, None)]))
+            assert len(taken) == len(jobs)
             lists.append(taken.copy())
             taken.clear()
     one, three, many = by_tiles["shape"]

@@ -345,7 +345,7 @@ def test_a_first_step_in_int8_is_counted_beside_the_others() -> None:
     in_int8, in_fp16 = (
         nbytes_of_factors(m, n, NSConfig(dtype=dtype), torch.float16) for dtype in (None, torch.float16)
     )
-    assert in_fp16 == 3 * 2 * m * m
+    assert in_fp16 == 2 * 2 * m * m
     assert in_int8 == in_fp16 + nbytes_of_first_step(m, n)
 
 

@@ -15,9 +15,8 @@ from torch.autograd import gradcheck
 
 from optim_kernels import muon_kernels as mk
 from optim_kernels import newton_schulz, sum_of_squares
-from optim_kernels._newton_schulz import product_launches
+from optim_kernels._newton_schulz import product_launches, torch_products
 from optim_kernels._newton_schulz.block_launch import BlockLaunch
-from optim_kernels._newton_schulz.iterations import TorchProducts
 from optim_kernels._newton_schulz.product_launches import multiply
 from optim_kernels._newton_schulz.product_ops import _product
 from optim_kernels._newton_schulz.tiles import Tile
@@ -74,7 +73,7 @@ def test_plain_torch_rounds_once(shapes: Any, dtype: torch.dtype, as_tensors: bo
     c = torch.randn((*a.shape[:-1], b.shape[-1]), generator=generator).to(DEVICE, dtype)
     for c_or_none, alpha, beta in ((None, 1.0, 0.0), (None, -1.7, 0.0), (c, 1.0, 3.4445), (c, 2.0315, -4.775)):
         factors = [torch.tensor(x, device=DEVICE) if as_tensors else x for x in (alpha, beta)]
-        found = TorchProducts().matmul_add(a, b, c=c_or_none, alpha=factors[0], beta=factors[1])
+        found = torch_products.matmul_add(a, b, c=c_or_none, alpha=factors[0], beta=factors[1])
         exact = alpha * a.double() @ b.double() + beta * c.double()
         assert found.dtype == dtype
         assert found.shape == c.shape
@@ -93,7 +92,7 @@ def test_plain_torch_adds_other_dtypes_on_a_gpu_too(c_dtype: torch.dtype) -> Non
     """cuBLAS adds the dtype of its products alone."""
     a = torch.full((4, 4), 0.25, dtype=torch.float16, device=DEVICE).as_subclass(OnGpu)
     c = torch.full((4, 4), 3.0, device=DEVICE, dtype=c_dtype)
-    for product in (TorchProducts().matmul_add, TorchProducts().symmetric_matmul):
+    for product in (torch_products.matmul_add, torch_products.symmetric_matmul):
         found = product(a, a, c=c, beta=2.0)
         assert found.dtype == torch.float16
         assert bool((found == 6.25).all())

@@ -15,11 +15,9 @@ from optim_kernels._newton_schulz.copy_engine import as_batch, empty_matrices
 from optim_kernels._newton_schulz.product_launches import general_product, symmetric_product
 from optim_kernels._newton_schulz.product_ops import gram, matmul_add, symmetric_matmul
 from optim_kernels._newton_schulz.tile_choice import has_gluon, num_multiprocessors, portable_tile
-from optim_kernels._newton_schulz.triton_products import TritonProducts
 from optim_kernels.orthogonalization import newton_schulz
 
 __all__ = [
-    "TritonProducts",
     "as_batch",
     "empty_matrices",
     "fast_newtonschulz",

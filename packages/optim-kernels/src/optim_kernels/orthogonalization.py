@@ -33,7 +33,7 @@ from optim_kernels._newton_schulz.config import (
     values_of,
 )
 from optim_kernels._newton_schulz.direct_calls import NO_TANGENTS, can_compute_directly, is_transformed
-from optim_kernels._newton_schulz.iterations import TorchProducts, iterate, normalize, without_autocast
+from optim_kernels._newton_schulz.iterations import iterate, normalize, without_autocast
 from optim_kernels._newton_schulz.outputs import checked_out
 
 __all__ = [
@@ -257,7 +257,7 @@ def _by_torch(x: Tensor, config: NSConfig) -> Tensor:
     if x.numel() == 0:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     with without_autocast(x):
-        return iterate([normalize(x, config)[0]], config, TorchProducts())[0].to(x.dtype).contiguous()
+        return iterate(normalize(x, config)[0], config).to(x.dtype).contiguous()
 
 
 def _taken_apart(

@@ -3,9 +3,9 @@
 What is where:
 
     config coefficients                 what determines a run
-    iterations triton_products          the iterations, over three products in plain torch; these by kernels
+    iterations torch_products           the iterations, and their products, in plain torch
     backward                            the derivative
-    plan buffers                        a run on a GPU, product by product, and where X and the factors lie
+    plan buffers job_launches           a run on a GPU, where X and the factors lie; product by product
     chain chain_jobs chain_list         a run in one launch; the products of a run; the order of their tiles
     int8_start                          a first step in int8
     product_ops                         the products as functions with gradients

@@ -33,10 +33,11 @@ GRAM_SIDE = 256
 # n/m from which a restart takes m×m products alone: 3 % fewer operations at 3, 10 % at 4, and X is read and written
 # less often.
 FACTORS_ASPECT = 3.0
-# The slope up to which a lone matrix restarts so. What the tensor cores cut off from R's sums stays away, and the
-# iteration enlarges it: 2048×8192 with singular values 1/i ends at most 1.2 times as far off as by X with "keller"
-# (485), and 1.25 times with "polar_express_gram" (804).
-LONE_FACTORS_SLOPE = 490.0
+# The largest m·slope² with which it does. What the tensor cores cut off from R's sums stays away, and the iteration
+# enlarges it: the more, the steeper it is and the longer the sums are. Up to here matrices with singular values 1/i or
+# 1/i² end at most 1.24 times as far off as by X; beyond, 1.3 times ("polar_express", slope 989, at 2048×8192) or 1.4
+# times ("cans", 1,050).
+FACTORS_LIMIT = 1.3e9
 # The largest slope of a Gram iteration's factor Q, for a block of steps or for all: Q's entries are as large as its
 # slope, and fp16 ends at 65,504.
 LARGEST_SLOPE = 2.0**15
@@ -72,8 +73,8 @@ class NSConfig:
             after every second step from the first on. Numbers from ``steps`` on are ignored: a list may serve several
             numbers of steps. Longer blocks are faster, but with 16-bit operands four steps without a restart may be 25
             times as far from the exact result, and five or more leave fp16. Where one launch on Hopper runs the whole
-            iteration, and for single matrices of some 1,700 to 2,048 rows up to the slope of ``"keller"``, a single
-            restart of long matrices forms R from its factors (`chain_jobs`).
+            iteration, and for single matrices of some 1,700 to 2,048 rows, a single restart of long matrices forms R
+            from its factors (`chain_jobs`), unless they have too many rows for a steep set (``FACTORS_LIMIT``).
         norm_scale, eps, eps_mode: X = G / max(s‖G‖, eps) (``"clamp"``) or G / (s‖G‖ + eps) (``"add"``).
     """
 
@@ -154,15 +155,12 @@ class NSConfig:
         slope = _slope(self.triples)
         return next(aspect for limit, aspect in GRAM_ASPECTS if slope <= limit)
 
-    @cached_property
-    def restarts_alone_in_factors(self) -> bool:
-        """Whether lone matrices may restart the Gram iteration by m×m products, where they `restarts_in_factors`."""
-        return not self.row_factors and _slope(self.triples) <= LONE_FACTORS_SLOPE
-
     def restarts_in_factors(self, m: int, n: int) -> bool:
         """Whether matrices in fp16 may restart the Gram iteration by m×m products (`chain_jobs`)."""
         is_possible = self.method_for(m, n) == "gram" and self.dtype in (None, torch.float16) and len(self.blocks) == 2
-        return is_possible and n >= FACTORS_ASPECT * m and _slope(self.triples) <= LARGEST_SLOPE
+        # row factors would have to scale both numbers of R
+        is_possible = is_possible and not self.row_factors
+        return is_possible and n >= FACTORS_ASPECT * m and m * _slope(self.triples) ** 2 <= FACTORS_LIMIT
 
     def may_start_in_int8(self, m: int, n: int) -> bool:
         """Whether m×n matrices take the first step in int8 on Hopper, however many they are (`int8_start`)."""

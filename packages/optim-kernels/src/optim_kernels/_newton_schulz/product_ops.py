@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from optim_kernels._impl import use_triton, why_not_products
+from optim_kernels._newton_schulz import torch_products
 from optim_kernels._newton_schulz.direct_calls import NO_TANGENTS, can_compute_directly, is_transformed
-from optim_kernels._newton_schulz.iterations import TorchProducts, without_autocast
+from optim_kernels._newton_schulz.iterations import without_autocast
 from optim_kernels._newton_schulz.outputs import checked_out
 from optim_kernels._options import check_layout, check_scalars
 
@@ -33,8 +34,7 @@ SUMMANDS = (torch.float32, torch.float16, torch.bfloat16)
 def _multiply(a: Tensor, b: Tensor, c: Tensor | None, alpha: Number, beta: Number, symmetric: bool) -> Tensor:
     """``alpha a b + beta c``; ``symmetric``: b is transposed and one triangle computed (gram: b is a)."""
     if not use_triton("auto", a, "a") or why_not_products(a.device) is not None:
-        products = TorchProducts()
-        multiply = products.symmetric_matmul if symmetric else products.matmul_add
+        multiply = torch_products.symmetric_matmul if symmetric else torch_products.matmul_add
         with without_autocast(a):
             return multiply(a, b.mT if symmetric else b, c=c, alpha=alpha, beta=beta).contiguous()
     return _product_launches().multiply(a, b, c, alpha, beta, symmetric=symmetric)

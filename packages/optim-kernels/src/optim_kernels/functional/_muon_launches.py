@@ -14,7 +14,6 @@ from optim_kernels._kernels import muon_momentum as front
 from optim_kernels._kernels import muon_update as back
 from optim_kernels._newton_schulz.chain_jobs import Ending
 from optim_kernels._newton_schulz.config import NSConfig, Tiles
-from optim_kernels._newton_schulz.iterations import iterate
 from optim_kernels._newton_schulz.tile_choice import num_multiprocessors
 from optim_kernels._newton_schulz.tiles import PING_PONG, TILE_GROUP, cdiv
 from optim_kernels._triton import FUSED, TRITON_DTYPES, can_overlap
@@ -22,7 +21,7 @@ from optim_kernels.functional._muon_chains import StepChain
 from optim_kernels.functional._muon_families import ChainedBatches, Family
 from optim_kernels.functional._muon_inputs import StepInputs
 from optim_kernels.functional._muon_matrices import MuonTensors
-from optim_kernels.functional._muon_products import LastProduct, StepProducts
+from optim_kernels.functional._muon_products import FamilyProducts, LastProduct
 from optim_kernels.functional._muon_tables import MuonTables
 from optim_kernels.reference.muon import MuonRule
 from optim_kernels.reference.storage import MASTER_KINDS
@@ -121,6 +120,7 @@ class StepLaunches:
         self._tables, self._inputs, self._options = tables, inputs, options
         self._x_dtype = TRITON_DTYPES[options.x_dtype]
         self._families = families
+        self._products = [FamilyProducts(family, options.ns, tables, options.tiles) for family in families]
         common: dict[str, Any] = {"ending": options.ending, "of_update": options.of_update}
         common["spare_multiprocessors"] = options.spare_multiprocessors
         self._chains = [StepChain(chain, number, options.ns, tables, **common) for number, chain in enumerate(chains)]
@@ -147,8 +147,8 @@ class StepLaunches:
         if may_branch and self._gains_by_branches:
             self._orthogonalize_in_parallel()
         else:
-            for family in self._families:
-                self._orthogonalize(family)
+            for products in self._products:
+                self._orthogonalize(products)
         if self._options.has_factors:
             self._variance()
         # as in plain torch, steps are counted also for parameters that need no bits
@@ -163,7 +163,7 @@ class StepLaunches:
         options = self._options
         around = 2 if options.rule.row_equilibrate else 3
         around += options.has_factors + options.stochastic_rounding + (not options.updates_in_last_product)
-        return around + len(self._chains) + sum(_iteration_launches(family, options.ns) for family in self._families)
+        return around + len(self._chains) + sum(products.count for products in self._products)
 
     @property
     def _gains_by_branches(self) -> bool:
@@ -237,19 +237,19 @@ class StepLaunches:
 
     def _orthogonalize_in_parallel(self) -> None:
         main = torch.cuda.current_stream()
-        branches = [torch.cuda.Stream() for _ in self._families]
-        for branch, family in zip(branches, self._families, strict=True):
+        branches = [torch.cuda.Stream() for _ in self._products]
+        for branch, products in zip(branches, self._products, strict=True):
             branch.wait_stream(main)
             with torch.cuda.stream(branch):
-                self._orthogonalize(family)
+                self._orthogonalize(products)
         for branch in branches:
             main.wait_stream(branch)
 
-    def _orthogonalize(self, family: Family) -> None:
-        ns, leave_last = self._options.ns, self._options.ending is not Ending.STORE
-        products = StepProducts(family, ns, self._tables, leave_last=leave_last, tiles=self._options.tiles)
-        iterate([batch.x for batch in family], ns, products)
-        for last in products.last:
+    def _orthogonalize(self, products: FamilyProducts) -> None:
+        if self._options.ending is Ending.STORE:
+            products.run()
+            return
+        for last in products.run_but_last():
             self._last_product(last)
 
     def _last_product(self, last: LastProduct) -> None:
@@ -360,12 +360,3 @@ class StepLaunches:
             ALIGNED=options.state_is_aligned,
             **FUSED,
         )
-
-
-def _iteration_launches(family: Family, ns: NSConfig) -> int:
-    """Launches of a family's iteration: in each step or block two for each shape, the others for all shapes at once."""
-    shapes = len(family)
-    if ns.method_for(*family[0].x.shape[-2:]) == "standard":
-        return sum(2 * shapes + (1 if c != 0.0 else 0) for _, _, c in ns.triples)
-    # in a block of k steps: Z in each step, P and R in all but the last, Q in all but the first
-    return sum(len(block) + 3 * (len(block) - 1) + 2 * shapes for block in ns.blocks)

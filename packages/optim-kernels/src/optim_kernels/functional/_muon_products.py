@@ -6,18 +6,17 @@ product becomes σ(aX + SX), in the Gram iteration σQX: the same iteration of U
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from optim_kernels._newton_schulz.coefficients import Triple
+from optim_kernels._newton_schulz.chain_jobs import Kind, jobs_of, num_squares
 from optim_kernels._newton_schulz.config import NSConfig, Tiles
 from optim_kernels._newton_schulz.copy_engine import empty_matrices
-from optim_kernels._newton_schulz.int8_start import first_step, starts_in_int8
-from optim_kernels._newton_schulz.product_launches import general_product
-from optim_kernels._newton_schulz.triton_products import TritonProducts
-from optim_kernels.functional._muon_families import Batch, Family, num_rectangular
+from optim_kernels._newton_schulz.int8_start import starts_in_int8
+from optim_kernels._newton_schulz.job_launches import JobLaunches, Part, Places
+from optim_kernels._newton_schulz.tile_choice import takes_pairs
+from optim_kernels.functional._muon_families import Batch, Family
 from optim_kernels.functional._muon_tables import MuonTables
 
 
@@ -35,59 +34,59 @@ class LastProduct:
     scale: Tensor | None
 
 
-class StepProducts(TritonProducts):
-    """The products of one family's iteration, for one step.
+class FamilyProducts:
+    """The products of one family's iteration, the same for every step.
 
     Args:
         tables: holds σ and σ².
-        leave_last: do not compute the last rectangular products; they are in ``last`` afterwards.
+        tiles: what their tiles are chosen by.
+
+    Attributes:
+        count: how many launches they are.
     """
 
-    def __init__(self, family: Family, ns: NSConfig, tables: MuonTables, *, leave_last: bool, tiles: Tiles) -> None:
-        super().__init__(tiles)
-        self._family, self._ns, self._tables = family, ns, tables
-        self._leave_last = leave_last
-        self._grams = 0
-        self._rectangular = {batch.first: 0 for batch in self._family}
-        self.last: list[LastProduct] = []
-
-    def first_step(self, xs: Sequence[Tensor], triple: Triple, /) -> list[Tensor] | None:
+    def __init__(self, family: Family, ns: NSConfig, tables: MuonTables, tiles: Tiles) -> None:
+        self._family, self._tables = family, tables
+        x, (_, m, n) = family[0].x, family[0].shape
+        self._num_matrices = sum(batch.shape[0] for batch in family)
+        in_pairs = tiles == "auto" and takes_pairs(self._num_matrices, m, x.dtype, x.device)
+        self._jobs = jobs_of(ns, m, n, in_pairs=in_pairs)
         # a family has one m and one method, so its matrices all do or all do not, but for rows of 2^17 numbers
-        m, device = xs[0].shape[-2], xs[0].device
-        if not all(starts_in_int8(m, x.shape[-1], self._ns, device) for x in xs):
-            return None
-        self._grams += 1
-        room = empty_matrices(1, m, m, like=xs[0])
-        for x, batch in zip(xs, self._family, strict=True):
-            self._rectangular[batch.first] += 1
-            first_step(x, triple, room, batch.other, self._tables.scales[batch.numbers])
-        return [batch.other for batch in self._family]
+        in_int8 = all(starts_in_int8(m, batch.shape[2], ns, x.device) for batch in family)
+        self._launches = JobLaunches(self._jobs, ns, in_int8=in_int8, tiles=tiles)
+        self.count = sum(1 if job.kind is Kind.SQUARE else len(family) for job in self._jobs)
 
-    def gram(self, xs: Sequence[Tensor], /, *, exact: bool = False) -> Tensor:
-        self._grams += 1
-        if self._grams > 1:
-            return super().gram(xs, exact=exact)
-        scales = [self._tables.squared_scales[batch.numbers] for batch in self._family]
-        return self._scaled_grams(xs, scales, exact=exact)
+    def run(self) -> None:
+        """Launch them all."""
+        self._launches.run(self._places())
 
-    def matmul_add(
-        self,
-        a: Tensor,
-        b: Tensor,
-        /,
-        *,
-        c: Tensor | None = None,
-        alpha: float = 1.0,
-        beta: float = 0.0,
-        exact: bool = False,
-    ) -> Tensor:
-        batch = next(each for each in self._family if b.data_ptr() in (each.x.data_ptr(), each.other.data_ptr()))
-        out = batch.other if b.data_ptr() == batch.x.data_ptr() else batch.x
-        done = self._rectangular[batch.first]
-        self._rectangular[batch.first] = done + 1
-        scale = self._tables.scales[batch.numbers] if done == 0 else None
-        if self._leave_last and done + 1 == num_rectangular(b.shape, self._ns):
-            self.last.append(LastProduct(batch, a, b, c, out, alpha, beta, scale))
-            return out
-        tile = self._tile(a, b, symmetric=False, exact=exact)
-        return general_product(a, b, c=c, alpha=alpha, beta=beta, out=out, scale=scale, tile=tile, exact=exact)
+    def run_but_last(self) -> list[LastProduct]:
+        """Launch all but the last one, which each batch is left with."""
+        places, job = self._places(), self._jobs[-1]
+        self._launches.run(places, leave_last=True)
+        return [
+            LastProduct(
+                batch,
+                part.squares[job.a],
+                part.xs[job.b],
+                part.xs[job.c] if job.c >= 0 else None,
+                part.xs[job.d],
+                job.alpha,
+                job.beta,
+                part.scale(job),
+            )
+            for batch, part in zip(self._family, places.parts, strict=True)
+        ]
+
+    def _places(self) -> Places:
+        """The buffers of X that the batches have, and new square ones."""
+        x, m = self._family[0].x, self._family[0].shape[1]
+        room = empty_matrices(num_squares(self._jobs) * self._num_matrices, m, m, like=x)
+        squares, first = room.split(self._num_matrices), self._family[0].first
+        parts = []
+        for batch in self._family:
+            numbers = slice(batch.first - first, batch.first - first + batch.shape[0])
+            scales = self._tables.scales[batch.numbers], self._tables.squared_scales[batch.numbers]
+            xs = batch.x, batch.other, batch.x
+            parts.append(Part(xs, [square[numbers] for square in squares], scales))
+        return Places(squares, parts)

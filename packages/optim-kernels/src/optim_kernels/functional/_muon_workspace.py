@@ -26,8 +26,6 @@ from optim_kernels._newton_schulz.tiles import cdiv
 
 # Buffers begin at multiples of so many bytes, which the copy engine takes.
 ALIGNMENT = 256
-# Factors that live at a time where each product is a launch (`iterations`).
-STANDARD_SQUARES, GRAM_SQUARES = 3, 5
 _MOST_MB = 2.0**40  # instead of infinity
 
 
@@ -108,12 +106,11 @@ def nbytes_of_x(m: int, n: int, dtype: torch.dtype, *, moves: bool) -> int:
 @lru_cache(maxsize=1024)
 def nbytes_of_factors(m: int, n: int, ns: NSConfig, dtype: torch.dtype) -> int:
     """The most bytes that all factors of such a matrix take."""
-    squares = GRAM_SQUARES if ns.method_for(m, n) == "gram" else STANDARD_SQUARES
-    squares = max(squares, num_squares(jobs_of(ns, m, n, in_factors=True)))
-    if ns.row_factors:
-        # A, and two products with the factors in fp32
-        squares = max(squares, 1 + 2 * torch.float32.itemsize // dtype.itemsize)
+    squares = max(num_squares(jobs_of(ns, m, n, in_factors=True)), num_squares(jobs_of(ns, m, n, in_pairs=True)))
     row = cdiv(m * dtype.itemsize, ROW_ALIGNMENT) * ROW_ALIGNMENT
+    if ns.row_factors:
+        # a number in fp32 for each row
+        return squares * m * row + m * torch.float32.itemsize
     if not ns.may_start_in_int8(m, n):
         return squares * m * row
     # where there is Triton: optimizers import this module without it, too

@@ -1,0 +1,94 @@
+"""The products of a family inside a Muon step: their buffers, scales and operands, by plain products for kernels."""
+
+from functools import partial
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from plain_products import by_torch
+from torch import Tensor
+
+from optim_kernels import NSConfig, reference
+
+pytest.importorskip("triton")
+from optim_kernels._newton_schulz import job_launches
+from optim_kernels._newton_schulz.tiles import FULL_PRECISION
+from optim_kernels.functional import _muon_products
+from optim_kernels.functional._muon_families import Batch, num_rectangular
+from optim_kernels.functional._muon_products import FamilyProducts
+
+M, FIRST = 12, 3
+SHAPES = ((2, 40), (1, 24), (3, 31))
+CONFIGS = [
+    NSConfig(method="standard"),
+    NSConfig(coefficients="cubic5", method="standard"),
+    NSConfig(method="gram"),
+    NSConfig(method="gram", restarts=(1, 4), steps=8),
+    NSConfig(coefficients="aol4", steps=4, method="gram"),
+    NSConfig(coefficients="aol4", steps=4, method="standard"),
+    NSConfig(steps=1),
+]
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What each of the products is launched with."""
+    launched: list[Any] = []
+
+    def product(*operands: Tensor, symmetric: bool, **options: Any) -> Tensor:
+        launched.append((symmetric, *operands, options))
+        return by_torch(*operands, symmetric=symmetric, **options)
+
+    monkeypatch.setattr(job_launches, "symmetric_product", partial(product, symmetric=True))
+    monkeypatch.setattr(job_launches, "general_product", partial(product, symmetric=False))
+    return launched
+
+
+@pytest.mark.parametrize("in_pairs", [False, True])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.coefficients}-{c.steps}-{c.method}")
+def test_each_matrix_is_brought_to_norm_1_and_orthogonalized(
+    monkeypatch: pytest.MonkeyPatch, products: list[Any], config: NSConfig, in_pairs: bool
+) -> None:
+    """With the last products and without them; a product of factors is one launch for all shapes."""
+    monkeypatch.setattr(_muon_products, "takes_pairs", lambda *_: in_pairs)
+    firsts = accumulate((count for count, _ in SHAPES), initial=FIRST)
+    family, given = [], []
+    for first, (count, n) in zip(firsts, SHAPES):
+        x = torch.randn(count, M, n, dtype=torch.float64)
+        given.append(x.clone())
+        family.append(Batch(first, (count, M, n), x, torch.full_like(x, torch.nan), FULL_PRECISION, count))
+    norms = torch.cat([torch.ones(FIRST), *(x.norm(dim=(1, 2)) for x in given)]).double()
+    tables: Any = SimpleNamespace(scales=1 / norms, squared_scales=norms**-2)
+    expected = [reference.newton_schulz(x, config.triples, row_factors=config.row_factors) for x in given]
+
+    # kernels have row factors in fp32
+    atol = 1e-6 if config.row_factors else 1e-9
+    own = FamilyProducts(family, config, tables, "auto")
+    own.run()
+    assert len(products) == own.count
+    assert all(options["out"].data_ptr() not in {a.data_ptr(), b.data_ptr()} for _, a, b, options in products)
+    for batch, wanted in zip(family, expected):
+        last = batch.other if num_rectangular(batch.shape, config) % 2 else batch.x
+        torch.testing.assert_close(last, wanted, atol=atol, rtol=0)
+
+    for batch, x in zip(family, given):
+        batch.x.copy_(x)
+    products.clear()
+    lasts = own.run_but_last()
+    assert len(products) == own.count - len(SHAPES)
+    for last, batch, wanted in zip(lasts, family, expected, strict=True):
+        assert last.batch is batch
+        options = {"c": last.c, "alpha": last.alpha, "beta": last.beta, "scale": last.scale, "out": last.out}
+        torch.testing.assert_close(by_torch(last.s, last.x, **options), wanted, atol=atol, rtol=0)
+
+
+def test_tiles_by_shape_take_no_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their operands are those of a larger batch."""
+    monkeypatch.setattr(_muon_products, "takes_pairs", lambda *_: True)
+    x = torch.zeros(1, 4, 8)
+    family = [Batch(0, (1, 4, 8), x, x, FULL_PRECISION, 1)]
+    config = NSConfig(method="gram", restarts=(), steps=3)
+    counts = [FamilyProducts(family, config, SimpleNamespace(), tiles).count for tiles in ("auto", "shape")]
+    assert counts == [10, 11]
