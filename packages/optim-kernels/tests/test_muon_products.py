@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from plain_products import by_torch
+from random_tensors import DEVICE
 from torch import Tensor
 
 from optim_kernels import NSConfig, reference
@@ -56,10 +57,10 @@ def test_each_matrix_is_brought_to_norm_1_and_orthogonalized(
     firsts = accumulate((count for count, _ in SHAPES), initial=FIRST)
     family, given = [], []
     for first, (count, n) in zip(firsts, SHAPES):
-        x = torch.randn(count, M, n, dtype=torch.float64)
+        x = torch.randn(count, M, n, dtype=torch.float64, device=DEVICE)
         given.append(x.clone())
         family.append(Batch(first, (count, M, n), x, torch.full_like(x, torch.nan), FULL_PRECISION, count))
-    norms = torch.cat([torch.ones(FIRST), *(x.norm(dim=(1, 2)) for x in given)]).double()
+    norms = torch.cat([torch.ones(FIRST, device=DEVICE), *(x.norm(dim=(1, 2)) for x in given)])
     tables: Any = SimpleNamespace(scales=1 / norms, squared_scales=norms**-2)
     expected = [reference.newton_schulz(x, config.triples, row_factors=config.row_factors) for x in given]
 
