@@ -23,6 +23,21 @@ from optim_kernels.states import MASTER_KEYS, MasterWeights
 class AdamWRoute:
     """The elementwise update: any range of any parameter, all groups in one call."""
 
+    def check_group(self, group: dict[str, Any], *, stepped: bool) -> None:
+        names = [name_in_group(group, place) for place in range(len(group["params"]))]
+        check_group(group, names, loaded=stepped)
+        if not stepped:
+            # torch tells AdamW's groups from Adam's, whose decay is part of the gradient, by this option
+            if not group.get("decoupled_weight_decay", True):
+                raise ValueError(
+                    "a group has decoupled_weight_decay=False, as those of torch.optim.Adam, and its parameters "
+                    "would be decayed as AdamW's; leave the option out, or give the group to torch.optim.Adam"
+                )
+            check_adamw_ranges(group)  # of tensors too, which may wait for a device
+
+    def views(self, group: dict[str, Any]) -> Sequence[None]:
+        return [None] * len(group["params"])
+
     def block(self, parameter: Tensor, group: Mapping[str, Any]) -> int:
         return code_block(group, parameter)
 
@@ -148,23 +163,3 @@ class TritonDistAdamW(DistOptimizer):
             storage |= {"stochastic_rounding": stochastic_rounding, "seed": seed}
         defaults |= {key: value for key, value in storage.items() if value is not None}
         super().__init__(params, defaults, options)
-
-    def _check_group(self, group: dict[str, Any], *, stepped: bool = False) -> None:
-        check_adamw(group, stepped=stepped)
-
-    def _route_name(self, group: dict[str, Any]) -> RouteName:
-        return "adamw"
-
-
-def check_adamw(group: dict[str, Any], *, stepped: bool = False) -> None:
-    """Refuse options and parameters that AdamW cannot take; ``stepped`` as in ``PlannedOptimizer._check_group``."""
-    names = [name_in_group(group, place) for place in range(len(group["params"]))]
-    check_group(group, names, loaded=stepped)
-    if not stepped:
-        # torch tells AdamW's groups from Adam's, whose decay is part of the gradient, by this option
-        if not group.get("decoupled_weight_decay", True):
-            raise ValueError(
-                "a group has decoupled_weight_decay=False, as those of torch.optim.Adam, and its parameters "
-                "would be decayed as AdamW's; leave the option out, or give the group to torch.optim.Adam"
-            )
-        check_adamw_ranges(group)  # of tensors too, which may wait for a device

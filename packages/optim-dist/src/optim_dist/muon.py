@@ -30,6 +30,17 @@ from optim_utils.param_groups import MatrixView
 class MuonRoute:
     """The update of whole matrices, a bucket at a time; a group's options and views decide what a matrix is."""
 
+    def check_group(self, group: dict[str, Any], *, stepped: bool) -> None:
+        check_group(group, loaded=stepped)
+        for place, parameter in enumerate(group["params"]):
+            check_param(parameter, group, name_in_group(group, place))
+
+    def views(self, group: dict[str, Any]) -> Sequence[MatrixView]:
+        return [
+            view_of(parameter, group, place, name_in_group(group, place))
+            for place, parameter in enumerate(group["params"])
+        ]
+
     def block(self, parameter: Tensor, group: Mapping[str, Any]) -> int:
         return 1
 
@@ -138,29 +149,6 @@ class TritonDistMuon(DistOptimizer):
         if self._beta2 is not None:
             given["beta2"] = self._beta2
         return {**muon_defaults(group["variant"]), **given, **group}
-
-    def _check_group(self, group: dict[str, Any], *, stepped: bool = False) -> None:
-        check_muon_group(group, stepped=stepped)
-
-    def _route_name(self, group: dict[str, Any]) -> RouteName:
-        return "muon"
-
-    def _views(self, group: dict[str, Any]) -> Sequence[MatrixView]:
-        return muon_views(group)
-
-
-def check_muon_group(group: dict[str, Any], *, stepped: bool = False) -> None:
-    """Refuse options and parameters that Muon cannot take; ``stepped`` as in ``PlannedOptimizer._check_group``."""
-    check_group(group, loaded=stepped)
-    for place, parameter in enumerate(group["params"]):
-        check_param(parameter, group, name_in_group(group, place))
-
-
-def muon_views(group: dict[str, Any]) -> list[MatrixView]:
-    """How each parameter of a group is read as matrices."""
-    return [
-        view_of(parameter, group, place, name_in_group(group, place)) for place, parameter in enumerate(group["params"])
-    ]
 
 
 def is_missing(item: Item, context: StepContext) -> bool:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, ClassVar, Unpack
 
 from optim_dist._optimizers.base import DistOptimizer
 from optim_dist._optimizers.options import CommonOptions
 from optim_dist._optimizers.shards import Route
-from optim_dist.adamw import AdamWRoute, check_adamw
-from optim_dist.muon import MuonRoute, check_muon_group, muon_views
+from optim_dist.adamw import AdamWRoute
+from optim_dist.muon import MuonRoute
 from optim_dist.plan import RouteName
 from optim_kernels.muon_groups import CURRENT_VARIANT, completed_group, muon_defaults
-from optim_utils.param_groups import MatrixView
 
 
 class TritonDistMuonAdamW(DistOptimizer):
@@ -51,15 +50,6 @@ class TritonDistMuonAdamW(DistOptimizer):
         group = completed_group(group, variant=self._variant, maximize=maximize)
         return {"amsgrad": False, **group} if group["kind"] == "adamw" else group
 
-    def _check_group(self, group: dict[str, Any], *, stepped: bool = False) -> None:
-        if group["kind"] == "muon":
-            check_muon_group(group, stepped=stepped)
-        else:
-            check_adamw(group, stepped=stepped)
-
     def _route_name(self, group: dict[str, Any]) -> RouteName:
         route: RouteName = group["kind"]
         return route
-
-    def _views(self, group: dict[str, Any]) -> Sequence[MatrixView | None]:
-        return muon_views(group) if group["kind"] == "muon" else super()._views(group)

@@ -57,7 +57,8 @@ class DistOptimizer(StatefulOptimizer):
     attributes ``plan`` and ``grad_norm``: the norm before the latest clipping, None if there was none. Other names
     belong to this package.
 
-    Subclasses say which route a group takes (``_route_name``) and give a ``Route`` for each name (``_routes``).
+    Subclasses give a ``Route`` for each update (``_routes``) and, if there are several, say which of them a group takes
+    (``_route_name``).
     """
 
     grad_norm: Tensor | None

@@ -24,7 +24,7 @@ from optim_dist._optimizers.options import Options, groups_of
 from optim_dist._optimizers.parameter_checks import Meshes
 from optim_dist._optimizers.places import Places
 from optim_dist._optimizers.planned_views import PlannedViews
-from optim_dist._optimizers.shards import Shard
+from optim_dist._optimizers.shards import Route, Shard
 from optim_dist.plan import Plan, RouteName
 from optim_dist.planning import plan_parameters
 from optim_dist.sharded import UnbucketedParameters
@@ -36,6 +36,7 @@ from optim_utils.param_groups import MatrixView
 class PlannedOptimizer(LiveOptimizer):
     """A ``torch.optim.Optimizer`` whose groups are planned over the ranks of a process group; it has no step yet."""
 
+    _routes: ClassVar[Mapping[RouteName, Route]]
     _group_options: ClassVar[Set[str]] = frozenset()  # that only groups have, and the constructor does not
 
     @out_of_inference_mode
@@ -54,19 +55,18 @@ class PlannedOptimizer(LiveOptimizer):
         self._connect()
 
     def _route_name(self, group: dict[str, Any]) -> RouteName:
-        """Which update a group takes."""
-        raise NotImplementedError
+        """Which update a group takes: the only one, if there is one."""
+        (only,) = self._routes
+        return only
 
     def _check_states(self) -> None:
         """Refuse states that cannot be moved to another plan."""
 
     def _views(self, group: dict[str, Any]) -> Sequence[MatrixView | None]:
-        """How each parameter is read as matrices; None where that does not matter."""
-        return [None] * len(group["params"])
+        return self._routes[self._route_name(group)].views(group)
 
     def _block(self, entry: Entry) -> int:
-        """How many elements of a parameter share a scale in its state, and so must be owned by one rank."""
-        return 1
+        return self._routes[entry.route].block(entry.parameter, self.param_groups[entry.group])
 
     def _completed_defaults(self, defaults: dict[str, Any]) -> dict[str, Any]:
         """The constructor's ``defaults``, with the options of a variant that they name."""
@@ -77,12 +77,7 @@ class PlannedOptimizer(LiveOptimizer):
         return group
 
     def _check_group(self, group: dict[str, Any], *, stepped: bool = False) -> None:
-        """Refuse hyperparameters that make no sense.
-
-        Args:
-            stepped: whether schedules may have changed the numbers since the optimizer was built; a learning rate may
-                then be below 0, as ``LinearLR`` misses 0 by a rounding error.
-        """
+        self._routes[self._route_name(group)].check_group(group, stepped=stepped)
 
     def _connect(self) -> None:
         """Make the plan for the groups as they are and, over several ranks, move parameters into buckets."""

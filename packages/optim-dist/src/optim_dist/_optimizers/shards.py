@@ -112,7 +112,18 @@ class StepContext:
 
 
 class Route(Protocol):
-    """How one update works: what state it needs, and how it is applied."""
+    """How one update works: what it reads of a group, what state it needs, and how it is applied."""
+
+    def check_group(self, group: dict[str, Any], *, stepped: bool) -> None:
+        """Refuse options and parameters that make no sense.
+
+        Args:
+            stepped: whether schedules may have changed the numbers since the optimizer was built; a learning rate may
+                then be below 0, as ``LinearLR`` misses 0 by a rounding error.
+        """
+
+    def views(self, group: dict[str, Any]) -> Sequence[MatrixView | None]:
+        """How each parameter is read as matrices; None where that does not matter."""
 
     def block(self, parameter: Tensor, group: Mapping[str, Any]) -> int:
         """How many elements of a parameter share a scale in its state, 1 without scales; cuts are between blocks."""

@@ -7,8 +7,8 @@ change, decide what it holds. ``states`` and the modules it names know the forms
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -19,8 +19,8 @@ from optim_dist._optimizers.followed_masters import FollowedMasters
 from optim_dist._optimizers.moved_state import take_state
 from optim_dist._optimizers.parameter_checks import Meshes
 from optim_dist._optimizers.planned import PlannedOptimizer
-from optim_dist._optimizers.shards import Route, Shard
-from optim_dist.plan import Plan, RouteName
+from optim_dist._optimizers.shards import Shard
+from optim_dist.plan import Plan
 from optim_kernels.states import ELEMENTWISE_KEYS, MASTER_KEYS, make_groups_plain, out_of_inference_mode
 
 # options of a group that say what its states hold, and in which dtypes; whether beta2 is None matters, too
@@ -30,7 +30,6 @@ STORAGE_OPTIONS = ("amsgrad", "state_dtype", "momentum_dtype", "master_weights",
 class StatefulOptimizer(PlannedOptimizer):
     """A planned ``torch.optim.Optimizer`` with states; it has no step yet."""
 
-    _routes: ClassVar[Mapping[RouteName, Route]]
     # entries of a state that loading converts; the hooks of optim_utils leave them to it
     _converted_state_keys = ("step", *ELEMENTWISE_KEYS)
 
@@ -73,9 +72,6 @@ class StatefulOptimizer(PlannedOptimizer):
         self._outdate("rebuild_plan()")
 
     # what states hold
-
-    def _block(self, entry: Entry) -> int:
-        return self._routes[entry.route].block(entry.parameter, self.param_groups[entry.group])
 
     def _follow_storage(self) -> None:
         """If groups' storage options have changed, check them and let states be completed anew."""
