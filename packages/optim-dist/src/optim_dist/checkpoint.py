@@ -31,7 +31,7 @@ from optim_dist._checkpoint.faults import Problems
 from optim_dist._checkpoint.manifest import CheckpointError
 from optim_dist._checkpoint.removal import all_but_the_newest
 from optim_dist._checkpoint.writing import LATEST
-from optim_dist._optimizers.agreement import raise_if_refused
+from optim_dist._optimizers.agreement import refused_together
 from optim_dist._optimizers.base import DistOptimizer
 from optim_kernels.states import out_of_inference_mode
 
@@ -222,28 +222,29 @@ def _checked(path: object, model: object, opt: object, what: str, verify: object
     Args:
         what: what the other ranks' error begins with.
     """
-    refused: TypeError | None = None
-    folder = Path()
-    if path is None:
-        # on one rank alone, say, whose host has a disk of its own and no checkpoint on it
-        refused = TypeError("path must be that of a checkpoint, got None, which latest() gives where there is none yet")
-    elif not isinstance(path, str | os.PathLike):
-        refused = TypeError(f"path must be that of a checkpoint, got {path!r}")
-    elif model is not None and not isinstance(model, nn.Module):
-        refused = TypeError(f"model must be a module, or None, got {type(model).__name__}; pass path, model, optimizer")
-    elif not isinstance(verify, bool):
-        refused = TypeError(f"verify must be True or False, got {verify!r}")
-    else:
-        folder = Path(path)
     if not isinstance(opt, DistOptimizer):  # nor has it other ranks
-        raise refused or TypeError(
+        _path_of(path, model, verify)
+        raise TypeError(
             f"opt must be an optimizer of optim_dist, got {type(opt).__name__}; pass what a framework has wrapped, and "
             "save others with torch.distributed.checkpoint"
         )
     opt.check_open()
     opt.communicator.check_ranks()
-    raise_if_refused(refused, what, opt.communicator)
-    return folder
+    with refused_together(what, opt.communicator):
+        return _path_of(path, model, verify)
+
+
+def _path_of(path: object, model: object, verify: object) -> Path:
+    if path is None:
+        # on one rank alone, say, whose host has a disk of its own and no checkpoint on it
+        raise TypeError("path must be that of a checkpoint, got None, which latest() gives where there is none yet")
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be that of a checkpoint, got {path!r}")
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, or None, got {type(model).__name__}; pass path, model, optimizer")
+    if not isinstance(verify, bool):
+        raise TypeError(f"verify must be True or False, got {verify!r}")
+    return Path(path)
 
 
 def _times(folder: Path, file: str) -> dict[Path, int]:

@@ -34,21 +34,16 @@ SYNC_CHECK = Comparison(
 AFTER_STEP = Comparison("after the step", "write to them on all ranks alike, or on none")
 
 
-def raise_if_refused(refused: Exception | None, what: str, communicator: Communicator) -> None:
-    """Raise ``refused`` or, if it is None, an error for what other ranks refuse. Collective."""
-    problems = communicator.gather_json(None if refused is None else f"{type(refused).__name__}: {refused}")
-    raise_refusals(refused, what, dict(zip(communicator.ranks, problems)))
-
-
 @contextmanager
 def refused_together(what: str, communicator: Communicator) -> Iterator[None]:
-    """``raise_if_refused`` for what is raised inside. Collective."""
+    """Raise what is raised inside or, if nothing is, an error for what is on other ranks. Collective at its end."""
     refused: Exception | None = None
     try:
         yield
     except Exception as error:
         refused = error
-    raise_if_refused(refused, what, communicator)
+    problems = communicator.gather_json(None if refused is None else f"{type(refused).__name__}: {refused}")
+    raise_refusals(refused, what, dict(zip(communicator.ranks, problems)))
 
 
 def raise_refusals(refused: Exception | None, what: str, problems: Mapping[int, Any]) -> None:

@@ -38,12 +38,12 @@ def check_norm_type(norm_type: float, is_exact: bool) -> None:
 def norm_over_ranks(parts: Sequence[Part], norm_type: float, communicator: Communicator, *, is_exact: bool) -> Tensor:
     """The norm of all parts of all ranks together: 0-dim, fp64. Collective."""
     if is_exact and norm_type == 2:
-        return combine_norms([_times(_exact_norm(some, communicator), factor) for some, factor in parts], norm_type)
-    mine = torch.stack([_power_sum(gradients, norm_type, communicator.device) for gradients, _ in parts])
-    norms = []
-    for powers, (_, factor) in zip(communicator.gather_numbers(mine).unbind(1), parts):
-        norm = _combine_powers(powers, norm_type)
-        norms.append(norm if factor is None or norm_type == 0 else norm * factor)
+        norms = [_exact_norm(gradients, communicator) for gradients, _ in parts]
+    else:
+        mine = torch.stack([_power_sum(gradients, norm_type, communicator.device) for gradients, _ in parts])
+        norms = [_combine_powers(powers, norm_type) for powers in communicator.gather_numbers(mine).unbind(1)]
+    factors = [None if norm_type == 0 else factor for _, factor in parts]
+    norms = [norm if factor is None else norm * factor for norm, factor in zip(norms, factors)]
     return combine_norms(norms, norm_type)
 
 
@@ -53,10 +53,6 @@ def combine_norms(norms: Sequence[Tensor], norm_type: float) -> Tensor:
         return norms[0]
     stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
     return torch.linalg.vector_norm(stacked, norm_type if norm_type != 0 else 1)
-
-
-def _times(norm: Tensor, factor: Tensor | None) -> Tensor:
-    return norm if factor is None else norm * factor
 
 
 def _exact_norm(gradients: Sequence[Tensor], communicator: Communicator) -> Tensor:

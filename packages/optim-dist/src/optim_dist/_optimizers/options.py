@@ -26,6 +26,13 @@ Reducer = Literal["rs", "exact"]
 Order = Literal["rank", "tree"]
 SyncParams = Literal["broadcast", "check"]
 Transport = Literal["backend", "symm"]
+_CHOICES = {
+    "gradients": Gradients,
+    "reducer": Reducer,
+    "order": Order,
+    "sync_params": SyncParams,
+    "transport": Transport,
+}
 
 # Gradients exist for only a few buckets at a time; smaller buckets than the default save memory.
 STREAMED_BUCKET_MB = 64
@@ -138,11 +145,6 @@ class Options:
 
     def __post_init__(self) -> None:
         self._check_values()
-        _check_choice("gradients", self.gradients, get_args(Gradients))
-        _check_choice("reducer", self.reducer, get_args(Reducer))
-        _check_choice("order", self.order, get_args(Order))
-        _check_choice("sync_params", self.sync_params, get_args(SyncParams))
-        _check_choice("transport", self.transport, get_args(Transport))
         if self.transport == "symm":
             object.__setattr__(self, "reducer", "exact")
         if self.mesh is not None and self.process_group is not None:
@@ -196,6 +198,10 @@ class Options:
                 raise ValueError(f"{name} must be None or a {kind.__name__}, got {value!r}")
         if self.process_group is not None and not _is_group(self.process_group):
             raise ValueError(f"process_group must be None or a ProcessGroup, got {self.process_group!r}")
+        for name, kinds in _CHOICES.items():
+            value, choices = getattr(self, name), get_args(kinds)
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
         for name in ("average", "overlap", "skip_nonfinite", "deterministic", "debug"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -326,8 +332,3 @@ def groups_of(mesh: object, process_group: Any) -> list[dist.ProcessGroup | None
 def _is_group(given: object) -> bool:
     """Whether it is a group, or what ``new_group`` gives to ranks outside of it: ``Communicator`` refuses those."""
     return isinstance(given, dist.ProcessGroup) or given == dist.GroupMember.NON_GROUP_MEMBER
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
