@@ -133,7 +133,7 @@ def ours(job: Job, *, in_place: bool, **options: Any) -> Row:
         return [parameter.detach() for parameter in parameters]
 
     shared = communicator.bytes_shared
-    return Row(values, step, before, optimizer.close, lambda: communicator.bytes_sent, lambda: shared)
+    return Row(values, step, before, optimizer.close, lambda: communicator.traffic.bytes_sent, lambda: shared)
 
 
 def streamed(job: Job) -> Row:
@@ -150,7 +150,7 @@ def streamed(job: Job) -> Row:
     def values() -> list[Tensor]:
         return [parameter.detach() for parameter in parameters]
 
-    return Row(values, step, close=optimizer.close, bytes_sent=lambda: optimizer.communicator.bytes_sent)
+    return Row(values, step, close=optimizer.close, bytes_sent=lambda: optimizer.communicator.traffic.bytes_sent)
 
 
 def ddp(job: Job, *, zero: bool = False) -> Row:

@@ -130,10 +130,10 @@ def the_wire_and_the_plan_count_fp32_gradients(rank, world_size):
             net, optimizer = build(rank, reducer=reducer, bucket_mb=None, **options)
             numel = optimizer.plan.buckets[0].numel
             assert len(optimizer.plan.buckets) == 1
-            before = optimizer.communicator.bytes_sent
+            before = optimizer.communicator.traffic.bytes_sent
             backward(net, rank, 0, 0)
             optimizer.step()
-            sent = optimizer.communicator.bytes_sent - before
+            sent = optimizer.communicator.traffic.bytes_sent - before
             assert optimizer.plan.wire_bytes == numel // 2 * (2 + itemsize)
             # beside it the message that says which gradients there are
             assert 0 <= sent - optimizer.plan.wire_bytes < 100

@@ -106,7 +106,7 @@ def connections_are_made_before_backward(rank, world_size):
     """A collective of every size that backward launches; the first one waits for all ranks, with NCCL on the host."""
     for reducer in ("rs", "exact"):
         net, optimizer = build(rank, reducer=reducer)
-        sent, sizes = optimizer.communicator.bytes_sent, []
+        sent, sizes = optimizer.communicator.traffic.bytes_sent, []
         rehearse = Communicator.rehearse
 
         def recorded(communicator, collective, rehearse=rehearse, sizes=sizes):
@@ -119,7 +119,7 @@ def connections_are_made_before_backward(rank, world_size):
                 with optimizer.no_sync():
                     net(batch(rank, 0)).backward()
         assert sorted(sizes) == sorted({bucket.plan.numel for bucket in optimizer._bucketed.buckets})
-        assert optimizer.communicator.bytes_sent == sent
+        assert optimizer.communicator.traffic.bytes_sent == sent
 
 
 @scenario(2)
@@ -469,9 +469,9 @@ def what_was_clipped_stays_so_beside_buckets_without_gradients(rank, world_size)
 def a_step_without_gradients_reduces_once(rank, world_size):
     for options in ({"max_norm": 1.0}, {"skip_nonfinite": True}, {"max_norm": 1.0, "gradients": "streamed"}):
         _, optimizer = build(rank, accumulation_steps=1, **options)
-        before = optimizer.communicator.bytes_sent
+        before = optimizer.communicator.traffic.bytes_sent
         optimizer.step()
-        assert 0 <= optimizer.communicator.bytes_sent - before - optimizer.plan.wire_bytes < 200
+        assert 0 <= optimizer.communicator.traffic.bytes_sent - before - optimizer.plan.wire_bytes < 200
         optimizer.close()
 
 

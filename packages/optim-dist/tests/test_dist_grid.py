@@ -136,7 +136,7 @@ def little_travels_over_the_slow_dimension(rank, world_size):
         parameter.grad = torch.full_like(parameter, rank)
         optimizer.step()
         nbytes = 4 * optimizer.plan.buckets[0].numel
-        between, inside = (group.bytes_sent for group in sent)
+        between, inside = (group.traffic.bytes_sent for group in sent)
         message = 100 * world_size
         assert inside == pytest.approx(2 * nbytes * (num_shards - 1) / num_shards, abs=message)
         assert between == pytest.approx(2 * nbytes / num_shards * (num_replicas - 1) / num_replicas, abs=message)

@@ -54,7 +54,7 @@ def train(rank, kind="adamw", dtype=torch.float32, steps=3, **options):
     net = Net(device_of(rank)).to(dtype)
     optimizer = optimizer_of(net, kind, model=net, reducer="exact", bucket_mb=1e-4, **options)
     assert len(optimizer.plan.buckets) > 1
-    found, at_first = [], optimizer.communicator.bytes_sent
+    found, at_first = [], optimizer.communicator.traffic.bytes_sent
     with pytest.MonkeyPatch.context() as patch:
         # what is streamed waits for other ranks under backward, where these might wait for what is held
         if options.get("transport") == "symm" and "gradients" not in options:
@@ -66,7 +66,7 @@ def train(rank, kind="adamw", dtype=torch.float32, steps=3, **options):
             optimizer.step()
             optimizer.zero_grad()
             found += [value.cpu() for value in values(net)]
-    sent = optimizer.communicator.bytes_sent - at_first
+    sent = optimizer.communicator.traffic.bytes_sent - at_first
     optimizer.close()
     return found, sent
 

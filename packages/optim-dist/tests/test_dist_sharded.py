@@ -537,10 +537,10 @@ def nothing_is_sent_by_an_elementwise_step(rank, world_size):
     mesh = mesh_of(world_size)
     cut, twins = placed(SHAPES, mesh, [(Shard(0),)] * len(SHAPES))
     optimizer = TritonDistAdamW(cut)
-    before = optimizer.communicator.num_calls
+    before = optimizer.communicator.traffic.num_calls
     give_gradients(cut, twins, 0)
     optimizer.step()
-    assert optimizer.communicator.num_calls == before
+    assert optimizer.communicator.traffic.num_calls == before
     assert optimizer.explain().data["bytes_exchanged"] == 0
 
 
@@ -553,10 +553,10 @@ def explain_says_what_exchanged_matrices_send(rank, world_size):
         optimizer = TritonDistMuonAdamW([muon_group, {"kind": "adamw", "params": cut[-1:]}])
         assert optimizer.explain().data["bytes_exchanged"] is None
         for step in range(2):
-            before = optimizer.communicator.bytes_sent
+            before = optimizer.communicator.traffic.bytes_sent
             give_gradients(cut, twins, step)
             optimizer.step()
-            sent = optimizer.communicator.bytes_sent - before
+            sent = optimizer.communicator.traffic.bytes_sent - before
             explained = optimizer.explain()
             assert explained.data["bytes_exchanged"] == sent
             assert f"of DTensors this rank sends {sent} bytes a step" in explained

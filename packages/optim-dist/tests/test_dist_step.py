@@ -499,10 +499,10 @@ def schedulers_are_obeyed(rank, world_size):
 def wire_bytes_are_two_f_p(rank, world_size):
     net = nn.Linear(1000, 1000, bias=False).to(device_of(rank))
     optimizer = TritonDistAdamW(net.parameters())
-    start = optimizer.communicator.bytes_sent
+    start = optimizer.communicator.traffic.bytes_sent
     net(torch.ones(1, 1000, device=device_of(rank))).sum().backward()
     optimizer.step()
-    sent = optimizer.communicator.bytes_sent - start
+    sent = optimizer.communicator.traffic.bytes_sent - start
     wanted = 2 * 4_000_000 * (world_size - 1) / world_size
     assert wanted <= sent <= 1.03 * wanted
     assert optimizer.plan.wire_bytes == pytest.approx(wanted, rel=0.001)

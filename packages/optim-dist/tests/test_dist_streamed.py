@@ -576,15 +576,15 @@ def buckets_are_small_unless_told_otherwise(rank, world_size):
 def a_round_sends_every_bucket_once(rank, world_size):
     for micro_batches in (1, 3):
         net, optimizer = build(rank, accumulation_steps=micro_batches, bucket_mb=None)
-        before = optimizer.communicator.bytes_sent
+        before = optimizer.communicator.traffic.bytes_sent
         for micro in range(micro_batches):
             backward(net, rank, 0, micro)
         reduced = sum(bucket.reduce_bytes for bucket in optimizer.plan.buckets)
-        assert optimizer.communicator.bytes_sent - before == micro_batches * reduced
+        assert optimizer.communicator.traffic.bytes_sent - before == micro_batches * reduced
         optimizer.step()
         wanted = optimizer.explain().data["wire_bytes"]
         assert wanted == optimizer.plan.wire_bytes + (micro_batches - 1) * reduced
-        assert 0 <= optimizer.communicator.bytes_sent - before - wanted < 200
+        assert 0 <= optimizer.communicator.traffic.bytes_sent - before - wanted < 200
         optimizer.close()
 
 

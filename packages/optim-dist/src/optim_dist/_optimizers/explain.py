@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from optim_dist._optimizers.bucketed import BucketedParameters
 from optim_dist._optimizers.multipliers import ATTRIBUTES
 from optim_dist._optimizers.options import Options
 from optim_dist._reduction.collectives import Communicator
-from optim_dist._reduction.storage import ParameterBucket
 from optim_dist.plan import ParameterSpec, Plan, dtype_name
+from optim_dist.sharded import UnbucketedParameters
 
 
 class Explanation(str):
@@ -28,40 +29,33 @@ def explain(
     plan: Plan,
     options: Options,
     communicator: Communicator,
+    bucketed: BucketedParameters,
+    unbucketed: UnbucketedParameters,
     *,
-    buckets: Sequence[ParameterBucket],
-    owners: Mapping[int, int],
-    plain_torch_reasons: Mapping[int, str],
-    bytes_exchanged: int | None,
     state_bytes: int,
-    gradient_bytes: int,
     multipliers: Mapping[str, tuple[float, float]],
     remarks: Sequence[str],
 ) -> Explanation:
     """The plan with what it means for this run.
 
     Args:
-        owners: for each matrix that is cut over ranks, the rank that orthogonalizes it, by plan index.
-        plain_torch_reasons: why the grouped launches of the last step left out this rank's part of such a matrix.
-        bytes_exchanged: what this rank sends of such matrices in a step; None before the first.
         state_bytes: bytes of this rank's states.
-        gradient_bytes: bytes of the gradients of its buckets.
         multipliers: keyed by parameter name: the factors of lr and weight_decay, where one is not 1.
         remarks: on the groups, a line each.
     """
-    data = describe_plan(plan)
+    data, buckets = describe_plan(plan), bucketed.buckets
     if buckets:
-        data["memory_bytes"] = plan.nbytes + gradient_bytes
+        data["memory_bytes"] = plan.nbytes + bucketed.gradient_bytes
         if options.is_streamed:
             num_reduced = options.accumulation_steps or 1
             data["wire_bytes"] += (num_reduced - 1) * sum(bucket.reduce_bytes for bucket in plan.buckets)
     data |= {
         "multipliers": {name: dict(zip(ATTRIBUTES, pair)) for name, pair in multipliers.items()},
-        "sharded": _described_sharded(plan, owners, plain_torch_reasons),
-        "bytes_exchanged": bytes_exchanged,
+        "sharded": _described_sharded(plan, unbucketed),
+        "bytes_exchanged": unbucketed.bytes_exchanged,
         "rank": communicator.rank,
         "state_bytes": state_bytes,
-        "bytes_sent": communicator.bytes_sent,
+        "bytes_sent": communicator.traffic.bytes_sent,
         "gradients_copied": sum(bucket.num_copied for bucket in buckets),
         "deterministic": options.deterministic,
         "order": options.order,
@@ -78,10 +72,9 @@ def explain(
     return Explanation("\n".join(_lines(plan, options, data)), data)
 
 
-def _described_sharded(
-    plan: Plan, owners: Mapping[int, int], plain_torch_reasons: Mapping[int, str]
-) -> list[dict[str, Any]]:
-    """The DTensors as plain values; the arguments are those of ``explain``."""
+def _described_sharded(plan: Plan, unbucketed: UnbucketedParameters) -> list[dict[str, Any]]:
+    """The DTensors as plain values."""
+    owners, plain_torch_reasons = unbucketed.owners, unbucketed.plain_torch_reasons
     return [
         {
             **_described(spec),

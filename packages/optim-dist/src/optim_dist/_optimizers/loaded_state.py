@@ -41,10 +41,6 @@ _UPDATE_NAMES: Mapping[RouteName, str] = {"adamw": "AdamW", "muon": "Muon"}
 # groups are clipped together
 OWN_OPTIONS = ("views", "momentum_dtype", "state_dtype", "master_weights", "impl", "max_norm")
 
-OTHER_VIEWS = (
-    "was saved with other views of its matrices than this optimizer has; build it with the views of the saved one"
-)
-
 
 def check_stamp(state_dict: dict[str, Any], plan: Plan, rank: int) -> None:
     """Refuse a state of another plan or rank before anything is written."""

@@ -108,11 +108,8 @@ def _versions(gradient: DTensor) -> tuple[int, int]:
 
 
 def _is_pending(entry: Entry) -> bool:
-    return entry.parameter.grad is not None and isinstance(entry.parameter, DTensor) and _lies_otherwise(entry)
-
-
-def _lies_otherwise(entry: Entry) -> bool:
-    return _gradient(entry).placements != _parameter(entry).placements
+    has_sum = isinstance(entry.parameter, DTensor) and entry.parameter.grad is not None
+    return has_sum and _gradient(entry).placements != _parameter(entry).placements
 
 
 def _kind_of_sum(entry: Entry) -> tuple[object, ...] | None:

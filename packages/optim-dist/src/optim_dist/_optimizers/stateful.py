@@ -256,7 +256,10 @@ class StatefulOptimizer(PlannedOptimizer):
                 f"{self._route_name(group)!r}; list groups in the order in which they were saved"
             )
         if loaded_state.has_other_views(saved, group) or not self._reads_as_planned(number, taken):
-            return loaded_state.OTHER_VIEWS
+            return (
+                "was saved with other views of its matrices than this optimizer has; build it with the views of the "
+                "saved one"
+            )
         if saved.get("max_norm") is not None and self._options.max_norm is None:
             return (
                 f"was clipped inside step() by max_norm={saved['max_norm']}, and would not be here; build this "

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,20 +71,11 @@ def _whole_states(
             whole = {key: on_one_rank(value, layout, communicator, to_chunk) for key, value in entries}
         else:
             whole = {}
-            for key, (dtype, shape) in described[plan.ranges(index)[0].rank].get(str(index), {}).items():
-                form = _Form(getattr(torch, dtype), shape, key in ELEMENTWISE_KEYS)
-                whole[key] = _gathered(mine.get(index, {}).get(key), form, optimizer, index, to_chunk=to_chunk)
+            for key, form in described[plan.ranges(index)[0].rank].get(str(index), {}).items():
+                whole[key] = _gathered(key, form, mine.get(index, {}).get(key), optimizer, index, to_chunk)
         if whole and communicator.rank == to_chunk:
             states[numbers[id(entry.parameter)]] = whole
     return states
-
-
-class _Form(NamedTuple):
-    """What a state tensor is like; ``lies_alike``: whether the whole tensor has the strides of its parameter."""
-
-    dtype: torch.dtype
-    shape: Sequence[int]  # of the first owner's tensor: of its piece, or the whole
-    lies_alike: bool
 
 
 def _described(state: dict[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
@@ -93,19 +84,23 @@ def _described(state: dict[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
 
 
 def _gathered(
-    mine: Tensor | None, form: _Form, optimizer: LiveOptimizer, index: int, *, to_chunk: int
+    key: str, form: tuple[str, list[int]], mine: Tensor | None, optimizer: LiveOptimizer, index: int, to_chunk: int
 ) -> Tensor | None:
     """A whole state tensor on the CPU of the owner of ``to_chunk``, each piece from its owner; None elsewhere.
 
-    ``mine`` is this rank's piece of it; ``index`` says of which parameter it is.
+    Args:
+        form: the first owner's dtype and shape, which is that of its piece, or of the whole.
+        mine: this rank's piece.
+        index: of the parameter in the plan.
     """
     plan, communicator = optimizer.plan, optimizer.communicator
     spec, pieces = plan.parameters[index], plan.ranges(index)
-    in_pieces = spec.route == "adamw" and bool(form.shape) and plan.world_size > 1
+    dtype, shape = getattr(torch, form[0]), form[1]
+    in_pieces = spec.route == "adamw" and bool(shape) and plan.world_size > 1
     parts = []
     for piece in pieces if in_pieces else pieces[:1]:
-        numel = piece.stop - piece.start if in_pieces else prod(form.shape)
-        part = torch.empty(numel, dtype=form.dtype, device=communicator.device)
+        numel = piece.stop - piece.start if in_pieces else prod(shape)
+        part = torch.empty(numel, dtype=dtype, device=communicator.device)
         if piece.rank == communicator.rank:
             assert mine is not None, "owners have what they described"
             # parts are in their parameter's memory order, whole tensors have the strides they were made or loaded with
@@ -119,8 +114,8 @@ def _gathered(
     value = torch.cat(parts)
     if in_pieces:
         return value.as_strided(spec.shape, spec.stride)
-    value = value.view(form.shape)
-    return value.new_empty_strided(spec.shape, spec.stride).copy_(value) if form.lies_alike else value
+    value = value.view(shape)
+    return value.new_empty_strided(spec.shape, spec.stride).copy_(value) if key in ELEMENTWISE_KEYS else value
 
 
 def on_one_rank(value: Tensor, layout: Layout, communicator: Communicator, to_chunk: int = 0) -> Tensor | None:

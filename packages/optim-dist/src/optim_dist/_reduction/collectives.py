@@ -7,7 +7,7 @@ Letters: W = ranks, C = elements of a chunk, ``flat`` = W consecutive chunks, of
     exchange          out[s] on rank r becomes rank s's flat[r]                      sends (W-1)/W of flat
 
 The first two work in place. All are asynchronous: the caller keeps the tensors and the returned handle alive until it
-has waited. ``bytes_sent`` counts what this rank put on the wire, by the formulas above. If the backend gives up (gloo
+has waited. ``traffic`` counts what this rank put on the wire, by the formulas above. If the backend gives up (gloo
 raises in ``wait()``; NCCL ends the process), the error names the operation that was given up, and possible reasons.
 """
 
@@ -147,16 +147,6 @@ class Communicator:
     def chunk_of(self, member: int) -> int:
         """The chunk that a member of the process group owns; ``member`` is its rank in that group."""
         return member
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has sent since construction."""
-        return self.traffic.bytes_sent
-
-    @property
-    def num_calls(self) -> int:
-        """Number of collectives since construction."""
-        return self.traffic.num_calls
 
     @property
     def bytes_shared(self) -> int:

@@ -9,7 +9,7 @@ bucket's reduction was launched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -55,10 +55,6 @@ class StreamedBucket(ParameterBucket):
 
     def presence(self) -> list[bool]:
         return [had or m.parameter.grad is not None for had, m in zip(self.present, self.members)]
-
-    def count_in(self, place: int) -> None:
-        """Note that a gradient of the member at ``place`` has arrived."""
-        self.missing.discard(place)
 
     def begin_pass(self) -> None:
         """Expect a gradient of every member once more."""
@@ -111,15 +107,15 @@ def build_streamed_bucket(
     parameters: Sequence[Tensor],
     communicator: Communicator,
     *,
-    sums_dtype: torch.dtype,
+    sums_dtype: Callable[[BucketPlan], torch.dtype],
     num_paired: int | None,
 ) -> StreamedBucket:
-    """Move parameters into a new bucket that keeps the sum of this rank's chunk of gradients, in ``sums_dtype``.
+    """Move parameters into a new bucket that keeps the sum of this rank's chunk of gradients, in its ``sums_dtype``.
 
     ``num_paired``: how many passes are added up in pairs; None: passes are added one by one.
     """
     values, members = move_parameters(plan, specs, parameters, communicator)
-    sums = values.new_zeros(plan.chunk, dtype=sums_dtype)
+    sums = values.new_zeros(plan.chunk, dtype=sums_dtype(plan))
     bucket = StreamedBucket(
         plan=plan,
         rank=communicator.rank,

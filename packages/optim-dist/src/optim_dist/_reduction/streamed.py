@@ -20,6 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from optim_dist._reduction.rolling import NUM_BUFFERS, Buffer, StreamedBucket, b
 from optim_dist._reduction.storage import Contribution, Member, ParameterBucket, no_rank_had_gradients
 from optim_dist._reduction.written_streams import keep_until_read
 from optim_dist.overlap import Reduction, refused_passes
-from optim_dist.plan import BucketPlan, ParameterSpec
+from optim_dist.plan import BucketPlan
 from optim_dist.reducers import Reducer
 
 # the reductions of this process whose backward passes may wait for other ranks
@@ -51,26 +52,13 @@ class StreamedReduction(Reduction):
     ) -> None:
         super().__init__(accumulation_steps, ranks, knows_last_pass=True, by_copies=False)
         self.buckets: list[StreamedBucket] = []
-        self._sums_dtype = sums_dtype
-        self._num_paired = accumulation_steps if in_pairs else None
+        num_paired = accumulation_steps if in_pairs else None
+        self.build = partial(build_streamed_bucket, sums_dtype=sums_dtype, num_paired=num_paired)
         self._num_passes = 0  # backward passes of this step in which a gradient has arrived
         self._task = -1  # autograd's number of the latest such pass
         self._free: list[Buffer] = []
         self._in_flight: deque[tuple[StreamedBucket, Contribution, Buffer]] = deque()
         self._others: set[int] = set()  # other optimizers' numbers; while there are any, backward does not wait
-
-    def build(
-        self,
-        plan: BucketPlan,
-        specs: Sequence[ParameterSpec],
-        parameters: Sequence[Tensor],
-        communicator: Communicator,
-    ) -> StreamedBucket:
-        """Move parameters into a new bucket."""
-        sums_dtype = self._sums_dtype(plan)
-        return build_streamed_bucket(
-            plan, specs, parameters, communicator, sums_dtype=sums_dtype, num_paired=self._num_paired
-        )
 
     def extend(self, buckets: Sequence[ParameterBucket], reducer: Reducer) -> None:
         """Append buckets that ``build`` has made."""
@@ -184,7 +172,7 @@ class StreamedReduction(Reduction):
         def gradient_arrived(_: Tensor) -> None:
             self._begin_pass(member)
             member.arrived = True
-            bucket.count_in(place)
+            bucket.missing.discard(place)
             self._streams.note(bucket.values)
             while self._lacks_some_of(self.passes_per_step) and not self._following.missing and self._may_launch:
                 self._launch()
