@@ -7,7 +7,7 @@ time. So the files say nothing about meshes and placements: any layout loads any
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -57,30 +57,28 @@ def as_rows(flat: Tensor, shape: Sequence[int], communicator: Communicator) -> T
 
 def to_rows(parts: Iterable[Part], layouts: Mapping[str, Layout], communicator: Communicator) -> Iterator[Part]:
     """The same tensors as rows; collective, with the same names and shapes on every rank."""
-    for batch in _batches(parts):
-        rows = {part.name: rows_of(part.shape, communicator.ranks) for part in batch}
-        yield from _moved(batch, layouts, rows, communicator)
+    return _moved(parts, lambda part: (layouts[part.name], rows_of(part.shape, communicator.ranks)), communicator)
 
 
 def from_rows(parts: Iterable[Part], layouts: Mapping[str, Layout], communicator: Communicator) -> Iterator[Part]:
     """Rows as tensors in ``layouts``; collective, with the same names and shapes on every rank."""
-    for batch in _batches(parts):
-        rows = {part.name: rows_of(part.shape, communicator.ranks) for part in batch}
-        yield from _moved(batch, rows, layouts, communicator)
+    return _moved(parts, lambda part: (rows_of(part.shape, communicator.ranks), layouts[part.name]), communicator)
 
 
 def _moved(
-    parts: Sequence[Part], before: Mapping[str, Layout], after: Mapping[str, Layout], communicator: Communicator
+    parts: Iterable[Part], layouts: Callable[[Part], tuple[Layout, Layout]], communicator: Communicator
 ) -> Iterator[Part]:
+    """``parts`` from the first of their ``layouts`` to the second."""
     rank = communicator.ranks[communicator.rank]
-    items = []
-    for part in parts:
-        source = before[part.name]
-        here = part.local if rank in source.mesh.ranks else None
-        items.append(Item(here, part.shape, source, after[part.name], part.local.dtype))
-    arrived = redistribute_many(items, group=communicator.group)
-    for part, found in zip(parts, arrived, strict=True):
-        yield part._replace(local=part.local.new_empty(0) if found is None else found)
+    for batch in _batches(parts):
+        items = []
+        for part in batch:
+            before, after = layouts(part)
+            here = part.local if rank in before.mesh.ranks else None
+            items.append(Item(here, part.shape, before, after, part.local.dtype))
+        arrived = redistribute_many(items, group=communicator.group)
+        for part, found in zip(batch, arrived, strict=True):
+            yield part._replace(local=part.local.new_empty(0) if found is None else found)
 
 
 def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:

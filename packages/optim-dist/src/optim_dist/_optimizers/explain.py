@@ -91,7 +91,10 @@ def _lines(plan: Plan, options: Options, data: dict[str, Any]) -> list[str]:
     """What ``explain`` says, in lines."""
     lines = [plan_text(plan, data), ""]
     if data["sharded"]:
-        lines += [*_sharded_table(data["sharded"]), "", _exchange_line(data["bytes_exchanged"]), ""]
+        nbytes = data["bytes_exchanged"]
+        sent = "what the first step will show" if nbytes is None else f"{nbytes:,} bytes a step"
+        exchanged = f"of DTensors this rank sends {sent}, beside what it sends of buckets"
+        lines += [*_sharded_table(data["sharded"]), "", exchanged, ""]
         lines += _plain_lines(data["sharded"])
     if data["multipliers"]:
         rows = [(name, *map(str, factors.values())) for name, factors in data["multipliers"].items()]
@@ -120,11 +123,6 @@ def _sharded_table(sharded: Sequence[dict[str, Any]]) -> list[str]:
     header = ("DTensor", "shape", "dtype", "route", "group", "stays", "orthogonalized by")
     owners = ["" if entry["owner"] is None else f"rank {entry['owner']}" for entry in sharded]
     return _table(header, [(*_cells(entry), entry["sharding"], owner) for entry, owner in zip(sharded, owners)])
-
-
-def _exchange_line(nbytes: int | None) -> str:
-    sent = "what the first step will show" if nbytes is None else f"{nbytes:,} bytes a step"
-    return f"of DTensors this rank sends {sent}, beside what it sends of buckets"
 
 
 def _described(spec: ParameterSpec) -> dict[str, Any]:
