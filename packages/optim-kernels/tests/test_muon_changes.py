@@ -620,7 +620,8 @@ def test_no_newton_schulz_step(impl: str) -> None:
 
 def test_a_state_is_not_made_while_a_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix, vector = parameter(8, 12), parameter(4)
-    monkeypatch.setattr("optim_kernels._optimizers.muon_entries.is_capturing", lambda device: True)
+    for module in ("muon_entries", "adamw_base"):
+        monkeypatch.setattr(f"optim_kernels._optimizers.{module}.is_capturing", lambda device: True)
     optimizer = muon([matrix], "torch", capturable=True)
     both = TritonMuonAdamW([{"kind": "adamw", "params": [vector]}], capturable=True)
     for each, p in ((optimizer, matrix), (both, vector)):
