@@ -324,8 +324,13 @@ def test_a_gradient_in_numbers_of_another_kind(make: Any, impl: Any, dtype: torc
     assert_refused(optimizer, params, words if impl == "torch" or make is not adamw else str(dtype))
 
 
-@pytest.mark.parametrize("make", [adamw, adamw_at_random, muon_and_adamw])
-@pytest.mark.parametrize("what", ["it", "its step", "its exp_avg"])
+def muon_in_two_groups(params: list[nn.Parameter], impl: Any) -> TritonMuon:
+    named = zip(("first", "last"), params)
+    return TritonMuon([{"params": [pair]} for pair in named], impl=impl, ns_steps=1, stochastic_rounding=True)
+
+
+@pytest.mark.parametrize("make", [adamw, adamw_at_random, muon_and_adamw, muon_in_two_groups])
+@pytest.mark.parametrize("what", ["it", "its step", "its moment"])
 def test_what_torch_cannot_write_since_it_was_made_in_inference_mode(make: Any, what: str) -> None:
     params, optimizer = stepped(make, "torch")
     give_gradients(*params)
@@ -333,7 +338,9 @@ def test_what_torch_cannot_write_since_it_was_made_in_inference_mode(make: Any, 
         if what == "it":
             params[1] = torch.randn(4, 6, device=DEVICE)
         else:
-            state, key = optimizer.state[params[1]], what.removeprefix("its ")
+            state = optimizer.state[params[1]]
+            what = what.replace("moment", "momentum_buffer" if "momentum_buffer" in state else "exp_avg")
+            key = what.removeprefix("its ")
             state[key] = state[key].clone()
     if what == "it":
         params[1].grad = torch.ones_like(params[1])

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from optim_kernels._impl import PLAIN_TYPES
-from optim_kernels._optimizers.adamw_state import why_not_written, why_unfit_state
-from optim_kernels._optimizers.fitting import refuse
+from optim_kernels._optimizers.adamw_state import why_unfit_state
+from optim_kernels._optimizers.fitting import refuse, why_not_written
 from optim_kernels._optimizers.private_state import KnownStates
 from optim_kernels._tensor_lists import KnownKinds
 

@@ -174,17 +174,6 @@ def why_unfit_state(param: Tensor, grad: Tensor, group: Mapping[str, Any], state
     return what_is_missing(state, used) or why_unfit(param, grad, state, (*used, *MASTERS)) or why_no_master(state)
 
 
-def why_not_written(param: Tensor, state: Mapping[str, Any]) -> str | None:
-    """What keeps plain torch from writing the parameter and this state; ``None`` if nothing does."""
-    if torch.is_inference_mode_enabled():
-        return None
-    written = {"it": param} | {f"its {key}": state[key] for key in ("step", *MOMENTS, *MASTERS) if key in state}
-    for what, value in written.items():
-        if isinstance(value, Tensor) and value.is_inference():
-            return f"{what} was made in inference mode, outside of which it cannot be written; give its clone()"
-    return None
-
-
 def check_state(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], name: str) -> None:
     """Raise ``ValueError`` unless a step of the group can update the parameter of this name, and its state."""
     refuse(why_unfit_state(param, param, group, state), name)

@@ -23,6 +23,8 @@ from optim_utils.low_bit import LowBitTensor
 _MAY_BE_CODES = ("exp_avg", "exp_avg_sq")
 # what states may have in the plain form of codes
 _MAY_BE_SAVED_CODES = (*_MAY_BE_CODES, "max_exp_avg_sq")
+# what steps write beside the parameter; a user may keep more in a state
+_WRITTEN = ("step", *_MAY_BE_SAVED_CODES, "momentum_buffer", "second_momentum_buffer", *MASTERS)
 # stands for what a state lacks, since None is a value that it may have
 _MISSING = object()
 
@@ -81,6 +83,17 @@ def why_no_numbers(key: str, value: object, param: Tensor) -> str | None:
         return f"its {key}, {description(here)}, has several elements at one place; give its contiguous()"
     if key not in MASTERS and not (here.is_floating_point() or (param.is_complex() and here.is_complex())):
         return f"its {key} must be of a floating dtype, got {here.dtype}; convert it"
+    return None
+
+
+def why_not_written(param: Tensor, state: Mapping[str, Any]) -> str | None:
+    """What keeps plain torch from writing the parameter and this state; ``None`` if nothing does."""
+    if torch.is_inference_mode_enabled():
+        return None
+    written = {"it": param} | {f"its {key}": state[key] for key in _WRITTEN if key in state}
+    for what, value in written.items():
+        if isinstance(value, Tensor) and value.is_inference():
+            return f"{what} was made in inference mode, outside of which it cannot be written; give its clone()"
     return None
 
 

@@ -8,6 +8,7 @@ not sorted again (`muon_steady`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from optim_kernels._graphs import is_capturing_here
 from optim_kernels._newton_schulz.config import Tiles, check_tiles
+from optim_kernels._optimizers.fitting import refuse, why_not_written
 from optim_kernels._optimizers.muon_batches import (
     Batch,
     GroupEntries,
@@ -93,6 +95,8 @@ class MuonPlanner:
         # these may raise, so they come before anything is updated
         self._latest = [self._plan_for(key, batch) for key, batch in batches.items()]
         hypers = [_hypers_of(batch.groups) for batch in batches.values()]
+        for entry in chain.from_iterable(members for _, members in others):
+            refuse(why_not_written(entry.param, entry.state), entry.name or f"params[{entry.index}]")
         for group, members in others:
             step_entries(group, members, clip_factor=clip_factor, grad_scale=grad_scale, found_inf=found_inf)
         factor = gradient_scale(clip_factor, grad_scale)
