@@ -7,7 +7,7 @@ refused with rules to paste, because a guess that trains badly would be found on
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -76,7 +76,7 @@ def decide(leaf: Leaf, rule: Rule | None) -> Decision:
     if is_lazy(leaf.param):
         raise Refusal("not initialised yet: run the lazy module once, then route")
     if rule is None or (kind := rule.kind) is None:
-        return _first_answer(leaf)
+        return _first_answer(leaf, _QUESTIONS) or _hidden_matrix(leaf)
     is_explicit = rule.to is not None or rule.role is not None
     if not is_explicit and (frozen := _frozen(leaf)) is not None:
         return frozen
@@ -84,34 +84,16 @@ def decide(leaf: Leaf, rule: Rule | None) -> Decision:
     if kind == "frozen":
         return Decision("frozen", "frozen", reason)
     if kind == "adamw":
-        return Decision("adamw", rule.role or _elementwise_role(leaf), reason)
+        # without a role in the rule, that which the defaults would choose
+        by_default = _first_answer(leaf, _QUESTIONS_OF_ROLE)
+        return Decision("adamw", rule.role or (by_default.role if by_default else "matrix"), reason)
     if not leaf.param.is_floating_point():
         raise Refusal(f"Muon takes real floating-point matrices, got {leaf.param.dtype}", "to='adamw'")
-    view = matrix_view(
-        leaf,
-        split=rule.split,
-        split_dim=rule.split_dim,
-        num_heads=rule.num_heads,
-        batched=rule.batched,
-        transposed=rule.transposed,
-    )
-    return Decision("muon", "matrix", reason, view)
+    return Decision("muon", "matrix", reason, matrix_view(leaf, rule))
 
 
-def _first_answer(leaf: Leaf) -> Decision:
-    for question in _QUESTIONS:
-        if (decision := question(leaf)) is not None:
-            return decision
-    view = matrix_view(leaf)
-    return Decision("muon", "matrix", _hidden_reason(leaf, view), view)
-
-
-def _elementwise_role(leaf: Leaf) -> Role:
-    """The role of a parameter that a rule sends to AdamW without naming one."""
-    for question in _QUESTIONS_OF_ROLE:
-        if (decision := question(leaf)) is not None:
-            return decision.role
-    return "matrix"
+def _first_answer(leaf: Leaf, questions: Iterable[Question]) -> Decision | None:
+    return next((decision for question in questions if (decision := question(leaf)) is not None), None)
 
 
 def _frozen(leaf: Leaf) -> Decision | None:
@@ -206,17 +188,19 @@ def _table(leaf: Leaf) -> Decision | None:
     return Decision("adamw", "embedding", "learned table by name") if is_table else None
 
 
-def _hidden_reason(leaf: Leaf, view: MatrixView) -> str:
+def _hidden_matrix(leaf: Leaf) -> Decision:
+    view = matrix_view(leaf)
     if leaf.is_in(*CONVOLUTIONS):
-        kind = "hidden convolution"
+        reason = "hidden convolution"
     else:
-        kind = "experts" if len(leaf.shape) == 3 else "hidden matrix"
-    if not view.split:
-        return kind
-    return f"{kind}, fused gates" if leaf.is_in(nn.RNNBase, nn.RNNCellBase) else f"{kind}, fused by name"
+        reason = "experts" if len(leaf.shape) == 3 else "hidden matrix"
+    if view.split:
+        reason += ", fused gates" if leaf.is_in(nn.RNNBase, nn.RNNCellBase) else ", fused by name"
+    return Decision("muon", "matrix", reason, view)
 
 
-_QUESTIONS_OF_ROLE: tuple[Callable[[Leaf], Decision | None], ...] = (
+Question = Callable[[Leaf], Decision | None]
+_QUESTIONS_OF_ROLE: tuple[Question, ...] = (
     _vector,
     _magnitude,
     _bias,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from optim_utils._combined_linear import CombinedLinear
 from optim_utils._routing.leaf import CONVOLUTIONS, Convolution, Leaf, Refusal, matcher
 from optim_utils._routing.matrix_view import MatrixView
+from optim_utils._routing.rules import Rule
 
 __all__ = ["is_row_or_column", "matrix_view"]
 
@@ -50,38 +51,28 @@ class _Fusion:
     dim: int = -2
 
 
-def _counts_experts(leaf: Leaf) -> bool:
-    """Whether a component of the name says that the leading dimension counts experts."""
-    return any(_is_experts(component) for path in leaf.paths for component in path)
+_NO_RULE = Rule("*")
 
 
-def matrix_view(
-    leaf: Leaf,
-    *,
-    split: int | Sequence[int] | None = None,
-    split_dim: int | None = None,
-    num_heads: int | Sequence[int] | None = None,
-    batched: bool | None = None,
-    transposed: bool | None = None,
-) -> MatrixView:
-    """The matrices of ``leaf``; the arguments are those of `Rule`.
+def matrix_view(leaf: Leaf, rule: Rule = _NO_RULE) -> MatrixView:
+    """The matrices of ``leaf``, as far as the rule does not say by what the module and the name say.
 
     Raises:
         Refusal: if the shape does not divide as asked, or nothing says how to divide it.
     """
     try:
-        view = _stored_matrices(leaf, batched)
-        is_transposed = (view.transposed or _is_stored_transposed(leaf)) if transposed is None else transposed
-        if split is not None or split_dim is not None:
-            fusion = _asked_fusion(leaf, view, split, split_dim, is_transposed)
+        view = _stored_matrices(leaf, rule.batched)
+        transposed = view.transposed or _is_stored_transposed(leaf) if rule.transposed is None else rule.transposed
+        if rule.split is not None or rule.split_dim is not None:
+            fusion = _asked_fusion(leaf, view, rule, transposed)
         else:
-            fusion = _named_fusion(leaf, view, is_transposed)
+            fusion = _named_fusion(leaf, view, transposed)
         # If the parts of a fused weight lie side by side along its columns, it can only be stored (in, out).
-        if transposed is None and fusion.dim == -1 and _is_fused_by_name(leaf):
-            is_transposed = True
-        if fusion.sizes or is_transposed != view.transposed:
-            view = replace(view, split=fusion.sizes, split_dim=fusion.dim, transposed=is_transposed)
-        return view if num_heads is None else replace(view, num_heads=_heads(view, num_heads))
+        if rule.transposed is None and fusion.dim == -1 and (leaf.is_called(_is_qkv) or leaf.is_called(_is_gate_up)):
+            transposed = True
+        if fusion.sizes or transposed != view.transposed:
+            view = replace(view, split=fusion.sizes, split_dim=fusion.dim, transposed=transposed)
+        return view if rule.num_heads is None else replace(view, num_heads=_heads(view, rule.num_heads))
     except ValueError as error:
         raise Refusal(str(error), _WHOLE) from error
 
@@ -105,7 +96,7 @@ def _stored_matrices(leaf: Leaf, batched: bool | None) -> MatrixView:
         return MatrixView.identity(shape)
     if batched is None and leaf.modules and isinstance(leaf.modules[0], CONVOLUTIONS):
         return _convolution(leaf, leaf.modules[0])
-    if batched is None and len(shape) == 3 and _counts_experts(leaf):
+    if batched is None and len(shape) == 3 and any(_is_experts(name) for path in leaf.paths for name in path):
         batched = True
     if batched is None:
         raise Refusal(f"{len(shape)}-D, and nothing says what its matrices are", "to='adamw'", *_stacks(leaf))
@@ -178,10 +169,6 @@ def _experts_transposed(leaf: Leaf) -> bool | None:
             if gate_up[-2:] == (down[-1], 2 * down[-2]):
                 return True
     return None
-
-
-def _is_fused_by_name(leaf: Leaf) -> bool:
-    return leaf.is_called(_is_qkv) or leaf.is_called(_is_gate_up)
 
 
 def _named_fusion(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
@@ -299,15 +286,14 @@ def _halves(view: MatrixView, transposed: bool, fused: str) -> _Fusion:
     return _Fusion((size // 2,) * 2, dim)
 
 
-def _asked_fusion(
-    leaf: Leaf, view: MatrixView, split: int | Sequence[int] | None, split_dim: int | None, transposed: bool
-) -> _Fusion:
+def _asked_fusion(leaf: Leaf, view: MatrixView, rule: Rule, transposed: bool) -> _Fusion:
     """The parts that a rule asks for; without ``split_dim`` along the dimension where they fit, outputs tried first."""
     rows, columns = view.stored_matrix[-2:]
     extent = {-2: rows, -1: columns}
     dims = [-1, -2] if transposed else [-2, -1]
-    if split_dim is not None:
-        dims = [_matrix_dim(view, split_dim)]
+    if rule.split_dim is not None:
+        dims = [_matrix_dim(view, rule.split_dim)]
+    split = rule.split
     if split is None:
         split = 3 if leaf.is_called(_is_qkv) else _num_gates(leaf) or 2
     if isinstance(split, int):
