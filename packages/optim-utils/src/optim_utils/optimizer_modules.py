@@ -13,7 +13,7 @@ What fits is decided for the whole object before anything is written; the decisi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from optim_utils._state.load_plan import LoadPlan
 from optim_utils._state.load_report import LoadIssue, LoadReport, StateLoadError, in_words
 from optim_utils._state.own_load import hand_over
-from optim_utils._state.walk import SEQUENCES, Stateful, is_never_stored, refuse_cycles
+from optim_utils._state.walk import Stateful, is_never_stored, items_of, refuse_cycles
 from optim_utils.low_bit import LowBitTensor, to_plain
 
 __all__ = ["LoadIssue", "LoadReport", "OptimizerModule", "StateLoadError"]
@@ -126,11 +126,7 @@ def stored_form(value: object, keep_vars: bool = False, store_non_tensors: bool 
             # an override of `state_dict` need not know these options as long as they are not used
             return value.state_dict()
         return value.state_dict(keep_vars=keep_vars, store_non_tensors=store_non_tensors)
-    if isinstance(value, dict):
-        items: Iterable[tuple[Any, Any]] = value.items()
-    elif isinstance(value, SEQUENCES):
-        items = enumerate(value)
-    else:
+    if (items := items_of(value)) is None:
         return value if store_non_tensors and not is_never_stored(value) else _LEFT_OUT
     stored = ((key, stored_form(item, keep_vars, store_non_tensors)) for key, item in items)
     return {key: item for key, item in stored if item is not _LEFT_OUT}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from types import MemberDescriptorType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ from optim_utils._state.walk import (
     set_attribute,
 )
 from optim_utils.low_bit import LowBitTensor, from_plain
+
+T = TypeVar("T")
 
 # even if not strict: no value is broadcast, or copied from or to a meta tensor, or into memory that cannot be written
 ALWAYS_REFUSED: tuple[Kind, ...] = ("shape", "device", "memory")
@@ -129,8 +131,7 @@ class LoadPlan:
 
     def add_object(self, live: Stateful, loaded: object, path: Path) -> Stateful:
         if not isinstance(loaded, Mapping):
-            self._note_no_state(path, live, loaded)
-            return live
+            return self._kept(live, loaded, path, "type")
         entries = dict(loaded)
         try:
             for name, old in live.state_attributes():
@@ -172,26 +173,23 @@ class LoadPlan:
     def _add_stateful(self, live: Stateful, loaded: object, path: Path) -> Stateful:
         if live.own_load_state_dict() is None:
             return self.add_object(live, loaded, path)
-        if isinstance(loaded, Mapping):
-            self.own_loads.append(OwnLoad(live, loaded, path))
-        else:
-            self._note_no_state(path, live, loaded)
+        if not isinstance(loaded, Mapping):
+            return self._kept(live, loaded, path, "type")
+        self.own_loads.append(OwnLoad(live, loaded, path))
         return live
 
     def _add_low_bit(self, live: LowBitTensor, loaded: object, path: Path) -> LowBitTensor:
         """Codes and scales are filled as they are: they are never cast, nor decoded on the way."""
         if not isinstance(loaded, LowBitTensor):
             if not isinstance(loaded, Mapping):
-                self._note_mismatch(path, "type", live, loaded)
-                return live
+                return self._kept(live, loaded, path, "type")
             try:
                 loaded = from_plain(dict(loaded), live.fmt)
             except ValueError as error:
                 self._note(path, "type", expected=describe(live), found=str(error))
                 return live
         if live.shape != loaded.shape or live.fmt != loaded.fmt:
-            self._note_mismatch(path, "shape" if live.shape != loaded.shape else "type", live, loaded)
-            return live
+            return self._kept(live, loaded, path, "shape" if live.shape != loaded.shape else "type")
         pairs = [
             (mine, other) for mine, other in zip(live.parts, loaded.parts) if mine is not None and other is not None
         ]
@@ -199,8 +197,7 @@ class LoadPlan:
             if self.assign and live.is_meta and not any(other.is_meta for _, other in pairs):
                 self._note_loaded(path, live, loaded)
                 return loaded
-            self._note_mismatch(path, "device", live, loaded)
-            return live
+            return self._kept(live, loaded, path, "device")
         if all(self._is_writable(mine, other, path) for mine, other in pairs):
             self._note_loaded(path, live, loaded)
             self.fills += pairs
@@ -209,20 +206,17 @@ class LoadPlan:
     def _add_tensor(self, live: Tensor, loaded: object, path: Path) -> Tensor:
         # a low-bit tensor is never decoded on the way
         if not isinstance(loaded, Tensor) or isinstance(loaded, LowBitTensor):
-            self._note_mismatch(path, "type", live, loaded)
-            return live
+            return self._kept(live, loaded, path, "type")
         mismatch = find_mismatch(live, loaded, cast=self.cast)
         if mismatch == "device" and live.is_meta and self.assign:
             if not fits_dtype(live, loaded, cast=self.cast):
-                self._note_mismatch(path, "dtype", live, loaded)
-                return live
+                return self._kept(live, loaded, path, "dtype")
             self._note_loaded(path, live, loaded)
             loaded = sharded_like(live, loaded)
             is_parameter = isinstance(live, torch.nn.Parameter)
             return torch.nn.Parameter(loaded, requires_grad=live.requires_grad) if is_parameter else loaded
         if mismatch is not None:
-            self._note_mismatch(path, mismatch, live, loaded)
-            return live
+            return self._kept(live, loaded, path, mismatch)
         if self._is_writable(live, loaded, path):
             self._note(path, "loaded" if live.dtype == loaded.dtype else "cast", *describe_both(live, loaded))
             self.fills.append((live, loaded))
@@ -237,8 +231,7 @@ class LoadPlan:
     def _add_dict(self, live: dict[Any, Any], loaded: object, path: Path) -> dict[Any, Any]:
         entries = entries_by_key(loaded, live)
         if entries is None:
-            self._note_mismatch(path, "type", live, loaded)
-            return live
+            return self._kept(live, loaded, path, "type")
         if all(map(is_plain, live.values())) and all(map(is_plain, entries.values())):
             if self.store_non_tensors:
                 self._note_loaded(path, live, loaded)
@@ -267,8 +260,7 @@ class LoadPlan:
     def _add_sequence(self, live: Any, loaded: object, path: Path) -> Any:
         entries = entries_by_position(loaded)
         if entries is None:
-            self._note_mismatch(path, "type", live, loaded)
-            return live
+            return self._kept(live, loaded, path, "type")
         items = list(live)
         in_order = [entries[position] for position in range(len(entries)) if position in entries]
         if len(in_order) == len(entries) and all(map(is_plain, items)) and all(map(is_plain, in_order)):
@@ -301,8 +293,7 @@ class LoadPlan:
             new = rebuild(live, copy.deepcopy(items))
         except (TypeError, ValueError):
             # a namedtuple of another length, a torch.Size of strings, an unhashable item of a set
-            self._note_mismatch(path, "type", live, loaded)
-            return live
+            return self._kept(live, loaded, path, "type")
         self._note_loaded(path, live, loaded)
         return new
 
@@ -319,8 +310,7 @@ class LoadPlan:
         if tensor is not None:
             self._note_loaded(path, live, tensor)
             return tensor
-        self._note_mismatch(path, "type", live, loaded)
-        return live
+        return self._kept(live, loaded, path, "type")
 
     def _taken_over(self, loaded: object) -> Tensor | None:
         """``loaded`` as the tensor to put where there was none; None if it is no tensor, or without ``assign``."""
@@ -356,12 +346,11 @@ class LoadPlan:
         if self.store_non_tensors or has_content(loaded, store_non_tensors=False):
             self._note(path, "unexpected", found=describe(loaded))
 
-    def _note_no_state(self, path: Path, live: Stateful, loaded: object) -> None:
-        found = f"{describe(loaded)} itself, not its state" if isinstance(loaded, Stateful) else describe(loaded)
-        self._note(path, "type", describe(live), found)
-
-    def _note_mismatch(self, path: Path, kind: Kind, live: object, loaded: object) -> None:
-        self._note(path, kind, describe(live), describe(loaded))
+    def _kept(self, live: T, loaded: object, path: Path, kind: Kind) -> T:
+        """``live``, which stays as it is, since ``loaded`` does not fit."""
+        own = isinstance(live, Stateful) and isinstance(loaded, Stateful)
+        self._note(path, kind, describe(live), describe(loaded) + (" itself, not its state" if own else ""))
+        return live
 
 
 def copied(loaded: object, path: Path) -> Any:

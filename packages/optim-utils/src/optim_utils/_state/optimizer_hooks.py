@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from optim_utils._state.load_plan import LoadPlan
 from optim_utils._state.load_report import in_words
 from optim_utils._state.missing_objects import drop_states, make_missing_objects
-from optim_utils._state.walk import SEQUENCES, Stateful, entries_by_key, is_low_bit_form
+from optim_utils._state.walk import SEQUENCES, Stateful, entries_by_key, is_low_bit_form, items_of
 from optim_utils.low_bit import LowBitTensor, from_plain
 from optim_utils.optimizer_modules import OptimizerModule, stored_form
 
@@ -263,15 +263,12 @@ def _without_gaps(saved: State, live: State) -> State:
     """
     if live and all(map(_is_gap, saved.values())):
         return {}
-    return {name: value for name, value in saved.items() if not (_is_gap(value) and _is_leaf(live.get(name, {})))}
+    is_leaf = {name: items_of(value) is None for name, value in live.items()}
+    return {name: value for name, value in saved.items() if not (_is_gap(value) and is_leaf.get(name))}
 
 
 def _is_gap(value: object) -> bool:
     return isinstance(value, dict) and not value
-
-
-def _is_leaf(value: object) -> bool:
-    return not isinstance(value, (Stateful, dict, *SEQUENCES))
 
 
 def _planned_state(
@@ -340,11 +337,9 @@ def _plain(value: object) -> Any:
 
 
 def _holds_objects(value: object) -> bool:
-    if isinstance(value, dict):
-        return any(map(_holds_objects, value.values()))
-    if isinstance(value, SEQUENCES):
-        return any(map(_holds_objects, value))
-    return isinstance(value, (OptimizerModule, LowBitTensor))
+    if isinstance(value, (OptimizerModule, LowBitTensor)):
+        return True
+    return any(_holds_objects(child) for _, child in items_of(value) or ())
 
 
 def _without_none(value: object) -> Any:

@@ -61,14 +61,12 @@ class UpdatePlan(LoadPlan):
             if isinstance(loaded, Mapping):
                 return self.objects.add(live, loaded, path)
             # nothing of the object fits
-            self._note_no_state(path, live, loaded)
-            return live
+            return self._kept(live, loaded, path, "type")
         if isinstance(live, dict):
             entries = entries_by_key(loaded, live)
             if entries is None:
-                self._note_mismatch(path, "type", live, loaded)
-            else:
-                self._add_entries(live, entries, path)
+                return self._kept(live, loaded, path, "type")
+            self._add_entries(live, entries, path)
             return live
         self._note_loaded(path, live, loaded)
         if callable(load := getattr(live, "load_state_dict", None)):
