@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from optim_utils._ranks_in_order import RanksInOrder
+from optim_utils._ranks_in_order import Entry, RanksInOrder
 
 __all__ = ["Problem", "best_owners", "largest_load", "longest_first", "loads_of", "lower_bound"]
 
@@ -80,14 +80,28 @@ def lower_bound(costs: Sequence[float], num_ranks: int, initial_load: Sequence[f
 def longest_first(problem: Problem) -> list[int] | None:
     """LPT: from the largest item down, each to the rank that holds least; None if no rank has room for an item."""
     ranks = RanksInOrder(problem.initial_load, problem.cap)
+    return _placed(problem, problem.order, ranks, lambda cost, memory: ranks.take_first(memory))
+
+
+def _placed(
+    problem: Problem,
+    items: Iterable[int],
+    ranks: RanksInOrder,
+    take: Callable[[float, float], Entry | None],
+    sign: int = 1,
+) -> list[int] | None:
+    """The owners if each item goes to the rank that ``take`` takes out of ``ranks`` for its cost and memory.
+
+    The key of the rank grows by the cost, or falls with sign -1. None if ``take`` finds no rank for an item.
+    """
     owner = [0] * len(problem.costs)
-    for item in problem.order:
+    for item in items:
         cost, memory = problem.costs[item], problem.memory[item]
-        taken = ranks.take_first(memory)
+        taken = take(cost, memory)
         if taken is None:
             return None
-        load, owner[item], held = taken
-        ranks.put((load + cost, owner[item], held + memory))
+        key, owner[item], held = taken
+        ranks.put((key + sign * cost, owner[item], held + memory))
     return owner
 
 
@@ -134,15 +148,8 @@ def _both_at_once(problem: Problem) -> list[int] | None:
         max(cost / mean_cost, memory / problem.cap) for cost, memory in zip(problem.costs, problem.memory, strict=True)
     ]
     ranks = RanksInOrder(problem.initial_load, problem.cap)
-    owner = [0] * len(relative)
-    for item in sorted(range(len(relative)), key=lambda item: (-relative[item], item)):
-        cost, memory = problem.costs[item], problem.memory[item]
-        taken = ranks.take_least_full(cost, memory, mean_cost)
-        if taken is None:
-            return None
-        load, owner[item], held = taken
-        ranks.put((load + cost, owner[item], held + memory))
-    return owner
+    order = sorted(range(len(relative)), key=lambda item: (-relative[item], item))
+    return _placed(problem, order, ranks, lambda cost, memory: ranks.take_least_full(cost, memory, mean_cost))
 
 
 def _multifit(problem: Problem, low: float, high: float) -> list[int] | None:
@@ -160,16 +167,8 @@ def _multifit(problem: Problem, low: float, high: float) -> list[int] | None:
 
 def _best_fit(problem: Problem, limit: float) -> list[int] | None:
     """From the largest item down, each to the fullest rank whose load stays within ``limit``, and memory in the cap."""
-    ranks = RanksInOrder([limit - load for load in problem.initial_load], problem.cap)
-    owner = [0] * len(problem.costs)
-    for item in problem.order:
-        cost, memory = problem.costs[item], problem.memory[item]
-        taken = ranks.take_first(memory, cost)
-        if taken is None:
-            return None
-        room, owner[item], held = taken
-        ranks.put((room - cost, owner[item], held + memory))
-    return owner
+    rooms = RanksInOrder([limit - load for load in problem.initial_load], problem.cap)
+    return _placed(problem, problem.order, rooms, lambda cost, memory: rooms.take_first(memory, cost), sign=-1)
 
 
 class _Assignment:
