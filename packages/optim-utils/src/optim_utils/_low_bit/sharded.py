@@ -33,9 +33,8 @@ def encode_sharded(x: DTensor, fmt: LowBitFormat, *, uniform: Tensor | None) -> 
     )
 
 
-def random_bits_of_part(x: Tensor, *, seed: Word | None, generator: torch.Generator | None) -> Tensor:
+def random_bits_of_part(x: DTensor, *, seed: Word | None, generator: torch.Generator | None) -> Tensor:
     """16 random bits (int32) for each element of this rank's part; with a seed, the element's bits in the whole."""
-    assert isinstance(x, DTensor)
     local = x.to_local()
     if seed is None or generator is not None:
         _check_replicas(x, generator)
@@ -47,9 +46,8 @@ def random_bits_of_part(x: Tensor, *, seed: Word | None, generator: torch.Genera
     return (philox_words(seed, index) & 0xFFFF).to(torch.int32)
 
 
-def check_encodable(x: Tensor, fmt: LowBitFormat, *, stochastic: bool, generator: torch.Generator | None) -> None:
+def check_encodable(x: DTensor, fmt: LowBitFormat, *, stochastic: bool, generator: torch.Generator | None) -> None:
     """Raise ValueError if `encode_sharded` would, or, where x is rounded at random, `random_bits_of_part`."""
-    assert isinstance(x, DTensor)
     _check_shards(x, fmt)
     if stochastic:
         _check_replicas(x, generator)
@@ -75,9 +73,8 @@ def decode_sharded(blocks: Blocks, fmt: LowBitFormat, shape: Sequence[int]) -> T
     return _as_dtensor(numbers, codes, shape)
 
 
-def local_shape(codes: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+def local_shape(codes: DTensor, shape: Sequence[int]) -> tuple[int, ...]:
     """The shape of this rank's part of a tensor of the given shape, whose codes are the DTensor ``codes``."""
-    assert isinstance(codes, DTensor)
     return tuple(compute_local_shape_and_global_offset(tuple(shape), codes.device_mesh, codes.placements)[0])
 
 

@@ -278,19 +278,10 @@ def _clone(x: LowBitTensor, memory_format: object = None) -> LowBitTensor:
     return x.with_parts(torch.clone)
 
 
-def _empty_like(x: LowBitTensor, **options: Any) -> LowBitTensor:
-    return _like(x, torch.empty_like, **options)
-
-
-def _zeros_like(x: LowBitTensor, **options: Any) -> LowBitTensor:
-    # code 0 under scale 0 (and offset 0) is zero in every format
-    return _like(x, torch.zeros_like, **options)
-
-
 def _like(
     x: LowBitTensor,
-    make: Callable[..., Tensor],
     *,
+    make: Callable[..., Tensor],
     dtype: torch.dtype | None = None,
     device: object = None,
     layout: object = None,
@@ -419,8 +410,9 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     aten.clone.default: _clone,
     aten.copy_.default: _copy_,
     aten._to_copy.default: _to_copy,
-    aten.empty_like.default: _empty_like,
-    aten.zeros_like.default: _zeros_like,
+    aten.empty_like.default: functools.partial(_like, make=torch.empty_like),
+    # code 0 under scale 0 (and offset 0) is zero in every format
+    aten.zeros_like.default: functools.partial(_like, make=torch.zeros_like),
     aten.is_pinned.default: _is_pinned,
     aten.slice.Tensor: _slice,
     aten.split.Tensor: _split,
