@@ -63,6 +63,14 @@ class OptimizerCase:
         model = self.model(dtype)
         return model, self.build(model.parameters(), **overrides)
 
+    def trained(
+        self, steps: Iterable[int], dtype: torch.dtype = torch.float32, **overrides: object
+    ) -> tuple[TinyModel, Optimizer]:
+        """A model and its optimizer after ``steps``."""
+        model, optimizer = self.pair(dtype, **overrides)
+        train(model, optimizer, steps)
+        return model, optimizer
+
 
 class TinyModel(nn.Module):
     """Parameters w0, w1, … and the loss Σ ⟨wᵢ, gᵢ(step)⟩: gradients are exactly the gᵢ, set by the step alone."""

@@ -30,8 +30,7 @@ __all__ = ["STATE_CHECKS"]
 
 def state_dict_saved_and_loaded(case: OptimizerCase) -> None:
     """A state_dict goes through torch.save and ``weights_only=True``, and training continues bit for bit."""
-    model, optimizer = case.pair()
-    train(model, optimizer, range(2))
+    model, optimizer = case.trained(range(2))
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] / 2
     saved = io.BytesIO()
@@ -42,8 +41,7 @@ def state_dict_saved_and_loaded(case: OptimizerCase) -> None:
 
 def state_dict_deep_copied(case: OptimizerCase) -> None:
     """A deep copy of a state_dict restores what was copied, whatever the optimizer did since."""
-    model, optimizer = case.pair()
-    train(model, optimizer, range(2))
+    model, optimizer = case.trained(range(2))
     model_state, optimizer_state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     train(model, optimizer, range(2, 4))
     restored, restored_optimizer = case.pair()
@@ -55,8 +53,7 @@ def state_dict_deep_copied(case: OptimizerCase) -> None:
 
 def state_dtype(case: OptimizerCase) -> None:
     """With bf16 parameters, loading keeps every state tensor's dtype and bits, and training continues bit for bit."""
-    model, optimizer = case.pair(torch.bfloat16)
-    train(model, optimizer, range(2))
+    model, optimizer = case.trained(range(2), torch.bfloat16)
     _assert_continues_from(case, model, optimizer, copy.deepcopy(optimizer.state_dict()), torch.bfloat16)
 
 
@@ -89,8 +86,7 @@ def _assert_continue_alike(
 
 def foreign_state_dict(case: OptimizerCase) -> None:
     """A state_dict of other groups is refused with a ValueError and changes nothing."""
-    model, optimizer = case.pair()
-    train(model, optimizer, [0])
+    model, optimizer = case.trained([0])
     before = snapshot(model, optimizer)
     smaller = case.model()
     foreign = case.build(list(smaller.parameters())[1:])
@@ -109,8 +105,7 @@ def foreign_state_dict(case: OptimizerCase) -> None:
 def copies_and_pickles(case: OptimizerCase) -> None:
     """Model and optimizer, deep-copied or pickled together, train on alike and independently."""
     for how, duplicate in (("deepcopy", copy.deepcopy), ("pickle", lambda both: pickle.loads(pickle.dumps(both)))):
-        model, optimizer = case.pair()
-        train(model, optimizer, range(2))
+        model, optimizer = case.trained(range(2))
         other, other_optimizer = duplicate((model, optimizer))
         assert type(other_optimizer) is type(optimizer), f"{how} gave a {type(other_optimizer).__name__}"
         _assert_continue_alike(model, optimizer, other, other_optimizer)
@@ -121,8 +116,7 @@ def copies_and_pickles(case: OptimizerCase) -> None:
 
 def state_dict_hooks(case: OptimizerCase) -> None:
     """Pre and post hooks of state_dict and load_state_dict run, and what they replace is used."""
-    model, optimizer = case.pair()
-    train(model, optimizer, [0])
+    model, optimizer = case.trained([0])
     calls: list[str] = []
 
     def after_saving(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -152,8 +146,7 @@ def distributed_state_dict(case: OptimizerCase) -> None:
     """``get/set_optimizer_state_dict`` restores a fresh optimizer, nested and flat, also through a saved checkpoint."""
     for flat in (False, True):
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
-        model, optimizer = case.pair()
-        train(model, optimizer, range(2))
+        model, optimizer = case.trained(range(2))
         saved = get_optimizer_state_dict(model, optimizer, options=options)
         restored, restored_optimizer = case.pair()
         initial = [param.detach().clone() for param in restored.parameters()]
@@ -188,8 +181,7 @@ def _fsdp2(rank: int, world_size: int, case: OptimizerCase) -> None:
     from torch.distributed.tensor import DTensor, init_device_mesh
 
     mesh = init_device_mesh(torch.device(case.device).type, (dist.get_world_size(),))
-    plain, plain_optimizer = case.pair()
-    train(plain, plain_optimizer, range(2))
+    plain, _ = case.trained(range(2))
     # fully_shard changes the module's class in place; its annotation names only what is added
     model = cast(nn.Module, fully_shard(case.model(), mesh=mesh))
     optimizer = case.build(model.parameters())
@@ -211,13 +203,11 @@ def accelerate_prepare(case: OptimizerCase) -> None:
     """Moving and loading state, as Accelerate's ``prepare`` does, changes nothing, fresh or trained, fp32 or bf16."""
     for dtype in (torch.float32, torch.bfloat16):
         for steps in (0, 2):
-            model, optimizer = case.pair(dtype)
-            train(model, optimizer, range(steps))
+            model, optimizer = case.trained(range(steps), dtype)
             before = snapshot(model, optimizer)
             optimizer.load_state_dict(with_tensors(optimizer.state_dict(), lambda tensor: tensor.to(case.device)))
             assert_same(snapshot(model, optimizer), before, f"state of {dtype} parameters, moved and loaded,")
-            untouched, untouched_optimizer = case.pair(dtype)
-            train(untouched, untouched_optimizer, range(steps + 1))
+            untouched, untouched_optimizer = case.trained(range(steps + 1), dtype)
             train(model, optimizer, [steps])
             assert_same(snapshot(model, optimizer), snapshot(untouched, untouched_optimizer), "training after prepare")
 
@@ -245,8 +235,7 @@ def lightning_subclass(case: OptimizerCase) -> None:
     train(model, wrapper, range(2))
     scheduler.step()
     assert wrapper.state is optimizer.state, "the wrapper has state of its own"
-    plain, plain_optimizer = case.pair()
-    train(plain, plain_optimizer, range(2))
+    plain, plain_optimizer = case.trained(range(2))
     assert_same(snapshot(model, wrapper), snapshot(plain, plain_optimizer), "training through the wrapper")
     assert_same(wrapper.state_dict()["state"], optimizer.state_dict()["state"], "the wrapper's state_dict")
     repr(wrapper)

@@ -51,8 +51,7 @@ def none_gradients(case: OptimizerCase) -> None:
     assert_same(model.get_parameter(first).detach(), before, f"{first}, after a step without any gradient,")
     train(model, optimizer, range(2), used=others)
     assert_same(model.get_parameter(first).detach(), before, f"{first}, which never had a gradient,")
-    whole, whole_optimizer = case.pair()
-    train(whole, whole_optimizer, range(2))
+    whole, _ = case.trained(range(2))
     for name in others:
         assert_same(model.get_parameter(name).detach(), whole.get_parameter(name).detach(), name)
     train(model, optimizer, [2])
@@ -69,8 +68,7 @@ def named_parameters(case: OptimizerCase) -> None:
         found = [name for group in groups for name in group.get("param_names", [])]
         assert sorted(found) == names, f"{source} has param_names {found}, expected {names}"
     train(model, optimizer, range(2))
-    plain, plain_optimizer = case.pair()
-    train(plain, plain_optimizer, range(2))
+    plain, plain_optimizer = case.trained(range(2))
     assert_same(snapshot(model, optimizer), snapshot(plain, plain_optimizer), "training with names")
 
 
@@ -83,8 +81,7 @@ def param_groups(case: OptimizerCase) -> None:
     before = frozen.detach().clone()
     train(model, optimizer, range(2))
     assert_same(frozen.detach(), before, "a parameter of a group with lr=0")
-    plain, plain_optimizer = case.pair()
-    train(plain, plain_optimizer, range(2))
+    plain, _ = case.trained(range(2))
     for param, expected in zip(others, list(plain.parameters())[1:], strict=True):
         assert_same(param.detach(), expected.detach(), "a parameter of a group without options")
 
@@ -97,11 +94,9 @@ def add_param_group(case: OptimizerCase) -> None:
     train(model, optimizer, range(2))
     optimizer.add_param_group(case.group([late]))
     train(model, optimizer, [2])
-    fresh, fresh_optimizer = case.pair()
-    train(fresh, fresh_optimizer, [2])
+    fresh, _ = case.trained([2])
     assert_same(late.detach(), next(iter(fresh.parameters())).detach(), "the first update of an added parameter")
-    whole, whole_optimizer = case.pair()
-    train(whole, whole_optimizer, range(3))
+    whole, _ = case.trained(range(3))
     for param, expected in zip(early, list(whole.parameters())[1:], strict=True):
         assert_same(param.detach(), expected.detach(), "a parameter that was there before the group was added")
     try:
@@ -115,10 +110,8 @@ def add_param_group(case: OptimizerCase) -> None:
 def tensor_lr(case: OptimizerCase) -> None:
     """``lr`` may be a tensor: it updates as the number does, and filling it changes the next step."""
     lr = torch.tensor(0.0625, device=case.device)
-    model, optimizer = case.pair(lr=lr)
-    plain, plain_optimizer = case.pair(lr=0.0625)
-    train(model, optimizer, range(2))
-    train(plain, plain_optimizer, range(2))
+    model, optimizer = case.trained(range(2), lr=lr)
+    plain, _ = case.trained(range(2), lr=0.0625)
     for name, param in model.named_parameters():
         torch.testing.assert_close(param, plain.get_parameter(name), msg=(name + ": {}").format)
     for group in optimizer.param_groups:
@@ -131,9 +124,8 @@ def tensor_lr(case: OptimizerCase) -> None:
 
 def maximize(case: OptimizerCase) -> None:
     """``maximize=True`` on gradients g is the default on -g, bit for bit."""
-    up, up_optimizer = case.pair(maximize=True)
+    up, _ = case.trained(range(_STEPS), maximize=True)
     down, down_optimizer = case.pair()
-    train(up, up_optimizer, range(_STEPS))
     train(down, down_optimizer, range(_STEPS), sign=-1.0)
     for name, param in up.named_parameters():
         assert_same(param.detach(), down.get_parameter(name).detach(), name)
@@ -276,8 +268,7 @@ def all_schedulers(case: OptimizerCase) -> dict[str, Callable[[Optimizer], Any]]
 
 def grad_scaler(case: OptimizerCase) -> None:
     """Scaled losses train as unscaled ones; a step with an infinite gradient changes neither parameters nor state."""
-    plain, plain_optimizer = case.pair()
-    train(plain, plain_optimizer, range(2))
+    plain, _ = case.trained(range(2))
     for early in (False, True):
         model, optimizer = case.pair()
         scaler = torch.amp.GradScaler(case.device, init_scale=1024.0)
