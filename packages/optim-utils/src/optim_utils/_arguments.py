@@ -31,6 +31,14 @@ def sizes_of(shape: Sequence[int], name: str = "shape") -> tuple[int, ...]:
     return sizes
 
 
+def integer(value: int, name: str) -> int:
+    """``value`` as an int of Python's own; the error for what is no integer names the argument."""
+    try:
+        return index(value)
+    except TypeError:
+        raise ValueError(f"{name}={value!r} must be an integer") from None
+
+
 def iterated(values: Iterable[T], name: str) -> Iterator[T]:
     """``iter(values)``; the error for what is not iterable names the argument."""
     try:

@@ -75,17 +75,22 @@ class DTensorBlockInfo(BlockInfo):
         self.get_tensor = _to_local
 
 
-def _ones(allocate_zeros: Callable[..., Tensor], size: object, **options: object) -> Tensor:
+def _zeros(allocate_zeros: Callable[..., Tensor], size: object, **options: object) -> Tensor:
     tensor = allocate_zeros(size=size, **options)
-    _refuse_partial(tensor)
+    if is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements):
+        raise ValueError(f"a block's tensors must be sharded or replicated, got placements {tensor.placements}")
+    return tensor
+
+
+def _ones(allocate_zeros: Callable[..., Tensor], size: object, **options: object) -> Tensor:
+    tensor = _zeros(allocate_zeros, size, **options)
     _to_local(tensor).fill_(1)
     return tensor
 
 
 def _eye(allocate_zeros: Callable[..., Tensor], n: int, **options: object) -> Tensor:
     """The identity matrix; each rank writes ones where its global row and column indices agree."""
-    tensor = allocate_zeros(size=(n, n), **options)
-    _refuse_partial(tensor)
+    tensor = _zeros(allocate_zeros, (n, n), **options)
     local = _to_local(tensor)
     # on a rank outside of the mesh the local tensor is empty and has one dimension
     if local.numel():
@@ -114,11 +119,6 @@ def _global_indices(tensor: Tensor, dim: int) -> Tensor:
             f"{len(index)}, its part has {size}; allocate it with Shard placements"
         )
     return index
-
-
-def _refuse_partial(tensor: Tensor) -> None:
-    if is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements):
-        raise ValueError(f"a block's tensors must be sharded or replicated, got placements {tensor.placements}")
 
 
 def _same_values(a: Tensor, b: Tensor) -> bool:

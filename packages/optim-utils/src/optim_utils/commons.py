@@ -3,10 +3,9 @@
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from operator import index
 from typing import TypeVar
 
-from optim_utils._arguments import iterated
+from optim_utils._arguments import integer, iterated
 
 __all__ = ["batched", "get_all_non_abstract_subclasses"]
 
@@ -56,10 +55,7 @@ def batched(iterable: Iterable[T], n: int, *, strict: bool = False) -> Iterator[
 
     Lazy: it works on infinite iterables, and like any generator checks its arguments at the first ``next``.
     """
-    try:
-        size = index(n)
-    except TypeError:
-        raise ValueError(f"{n=} must be an integer") from None
+    size = integer(n, "n")
     if size < 1:
         raise ValueError(f"{n=} must be at least one")
     iterator = iterated(iterable, "iterable")

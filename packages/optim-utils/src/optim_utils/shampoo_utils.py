@@ -11,14 +11,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
-from operator import index
 from types import TracebackType
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from optim_utils._arguments import check_torch_dtype, iterated, sizes_of
+from optim_utils._arguments import check_torch_dtype, integer, iterated, sizes_of
 from optim_utils._merge import MergePlan, merge_small_dims, plan_merge
 from optim_utils._triangles import pack_upper_triangular, unpack_upper_triangular
 
@@ -131,11 +130,8 @@ def generate_pairwise_indices(input_list: Sequence[int]) -> Iterator[tuple[int, 
     """Yield (start, end) of consecutive ranges whose lengths are given: ``[2, 3]`` gives (0, 2), (2, 5)."""
     end = 0
     for number, given in enumerate(iterated(input_list, "input_list")):
-        try:
-            # sums of NumPy's integers and of tensors would wrap around
-            length = index(given)
-        except TypeError:
-            raise ValueError(f"input_list[{number}]={given!r} must be an integer") from None
+        # sums of NumPy's integers and of tensors would wrap around
+        length = integer(given, f"input_list[{number}]")
         if length < 0:
             raise ValueError(f"lengths must not be negative, got {length}")
         start, end = end, end + length
@@ -165,10 +161,7 @@ def distribute_buffer_sizes(buffer_sizes: Sequence[int], group_size: int) -> tup
 
 
 def _byte_count(number: int, size: int) -> int:
-    try:
-        count = index(size)
-    except TypeError:
-        raise ValueError(f"buffer_sizes[{number}]={size!r} must be an integer") from None
+    count = integer(size, f"buffer_sizes[{number}]")
     if count < 0:
         raise ValueError(f"buffer_sizes[{number}]={size!r} must not be negative")
     return count
