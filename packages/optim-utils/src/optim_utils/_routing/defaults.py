@@ -24,7 +24,8 @@ __all__ = ["Decision", "decide"]
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _is_norm_class = re.compile(r"norm(\dd)?$", re.IGNORECASE).search
 _is_norm_name = matcher("*norm", "*norm[0-9]", "ln_*")
-# also the biases of queries in relative attention (pos_bias_u), and those of positions (attention_biases of LeViT)
+# Also biases of more dimensions: one vector per expert, those of queries in relative attention (pos_bias_u), and those of
+# positions (attention_biases of LeViT).
 _is_bias_name = matcher("bias", "bias_*", "*_bias", "*_bias_?", "*biases")
 # Two-dimensional, but no matrices: the decays and skips of state space models (Mamba's A_log and D, A_b_log of Vision
 # Mamba, A_logs of VMamba, log_A_real and A_imag of S4D), decays and bonuses of RWKV's heads, relative position biases
@@ -65,6 +66,9 @@ class Decision:
     role: Role
     reason: str
     view: MatrixView | None = None
+
+
+Question = Callable[[Leaf], Decision | None]
 
 
 def decide(leaf: Leaf, rule: Rule | None) -> Decision:
@@ -125,14 +129,10 @@ def _magnitude(leaf: Leaf) -> Decision | None:
     return Decision("adamw", "vector", "magnitudes of a weight norm") if leaf.is_magnitude else None
 
 
-def _bias(leaf: Leaf) -> Decision | None:
-    """A bias by its name, as one of two or more dimensions holds one vector per expert."""
-    return Decision("adamw", "vector", "bias by name") if any(map(_is_bias_name, leaf.own_names)) else None
-
-
-def _elementwise(leaf: Leaf) -> Decision | None:
-    is_elementwise = any(map(_is_elementwise_name, leaf.own_names))
-    return Decision("adamw", "vector", "elementwise by name") if is_elementwise else None
+def _if_called(matches: Callable[[str], object], role: Role, reason: str) -> Question:
+    """The question whether the parameter itself has a matching name."""
+    decision = Decision("adamw", role, reason)
+    return lambda leaf: decision if any(map(matches, leaf.own_names)) else None
 
 
 def _norm(leaf: Leaf) -> Decision | None:
@@ -183,11 +183,6 @@ def _row_or_column(leaf: Leaf) -> Decision | None:
     return Decision("adamw", "vector", "one row or column") if is_row_or_column(leaf) else None
 
 
-def _table(leaf: Leaf) -> Decision | None:
-    is_table = any(map(_is_table_name, leaf.own_names))
-    return Decision("adamw", "embedding", "learned table by name") if is_table else None
-
-
 def _hidden_matrix(leaf: Leaf) -> Decision:
     view = matrix_view(leaf)
     if leaf.is_in(*CONVOLUTIONS):
@@ -199,17 +194,16 @@ def _hidden_matrix(leaf: Leaf) -> Decision:
     return Decision("muon", "matrix", reason, view)
 
 
-Question = Callable[[Leaf], Decision | None]
 _QUESTIONS_OF_ROLE: tuple[Question, ...] = (
     _vector,
     _magnitude,
-    _bias,
-    _elementwise,
+    _if_called(_is_bias_name, "vector", "bias by name"),
+    _if_called(_is_elementwise_name, "vector", "elementwise by name"),
     _norm,
     _embedding,
     _head,
     _first_convolution,
     _row_or_column,
-    _table,
+    _if_called(_is_table_name, "embedding", "learned table by name"),
 )
 _QUESTIONS = (_frozen, _refuse_unsupported, _refuse_flat_shards, *_QUESTIONS_OF_ROLE)
