@@ -16,17 +16,10 @@ from optim_utils.optimizer_modules import OptimizerModule
 
 T = TypeVar("T")
 
-__all__ = ["FLOAT_DTYPES", "QuantizedTensor", "check_numbers", "is_supported", "stored_as", "unsupported_error"]
+__all__ = ["FLOAT_DTYPES", "QuantizedTensor", "check_numbers", "check_supported", "is_supported", "stored_as"]
 
 # The dtypes that plain casts convert between for storage and computation
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def unsupported_error(dtype: object) -> NotImplementedError:
-    """The error for a dtype that tensors are not stored in."""
-    error = NotImplementedError(f"Quantization for {dtype} is not yet supported!")
-    error.add_note("for integer and 8-bit float storage give a LowBitFormat of optim_utils.low_bit as the dtype")
-    return error
 
 
 def stored_as(values: Tensor) -> torch.dtype | LowBitFormat:
@@ -39,6 +32,14 @@ def stored_as(values: Tensor) -> torch.dtype | LowBitFormat:
 def is_supported(dtype: torch.dtype | LowBitFormat) -> bool:
     """Whether tensors can be stored in ``dtype``."""
     return isinstance(dtype, LowBitFormat) or dtype in FLOAT_DTYPES
+
+
+def check_supported(dtype: torch.dtype | LowBitFormat) -> None:
+    """Raise NotImplementedError unless tensors can be stored in ``dtype``."""
+    if not is_supported(dtype):
+        error = NotImplementedError(f"Quantization for {dtype} is not yet supported!")
+        error.add_note("for integer and 8-bit float storage give a LowBitFormat of optim_utils.low_bit as the dtype")
+        raise error
 
 
 def check_numbers(numbers: object, name: str, *, floating: bool = False) -> None:
@@ -106,8 +107,7 @@ class QuantizedTensor(OptimizerModule):
             if block_info is not None:
                 values = _placed_by(block_info, values)
             return cls(quantize(values, quantized_dtype), block_info)
-        if quantized_dtype not in FLOAT_DTYPES:
-            raise unsupported_error(quantized_dtype)
+        check_supported(quantized_dtype)
         if block_info is None:
             # for a DTensor this keeps the placements
             stored = torch.zeros_like(values, dtype=quantized_dtype, memory_format=torch.contiguous_format)
@@ -124,8 +124,7 @@ class QuantizedTensor(OptimizerModule):
         """
         dtype = _given("dtype", dtype, "dequantized_dtype", dequantized_dtype)
         check_torch_dtype(dtype)
-        if not is_supported(stored_as(self.quantized_values)):
-            raise unsupported_error(self.quantized_values.dtype)
+        check_supported(stored_as(self.quantized_values))
         if isinstance(self.quantized_values, LowBitTensor):
             return self.quantized_values.dequantize(dtype)
         return self.quantized_values.to(dtype)
@@ -134,8 +133,7 @@ class QuantizedTensor(OptimizerModule):
     def quantize(self, tensor: Tensor | None = None, *, dequantized_tensor: Tensor | None = None) -> None:
         """Write ``tensor`` into the storage; ``dequantized_tensor`` is another name of it, the original's."""
         tensor = _given("tensor", tensor, "dequantized_tensor", dequantized_tensor)
-        if not is_supported(stored_as(self.quantized_values)):
-            raise unsupported_error(self.quantized_values.dtype)
+        check_supported(stored_as(self.quantized_values))
         check_numbers(tensor, "tensor")
         if tensor.shape != self.quantized_values.shape:
             raise ValueError(

@@ -25,14 +25,7 @@ from torch import Tensor
 from optim_utils._arguments import iterated
 from optim_utils._dtensors import is_dtensor
 from optim_utils._many_tensors import Stacks, copy_many, decode_many, encode_many, round_many
-from optim_utils._quantized_tensor import (
-    FLOAT_DTYPES,
-    QuantizedTensor,
-    check_numbers,
-    is_supported,
-    stored_as,
-    unsupported_error,
-)
+from optim_utils._quantized_tensor import FLOAT_DTYPES, QuantizedTensor, check_numbers, check_supported, stored_as
 from optim_utils._state.tensor_fill import lasting_sources
 from optim_utils.low_bit import LowBitFormat, LowBitTensor, quantize
 from optim_utils.optimizer_modules import OptimizerModule
@@ -139,7 +132,7 @@ class QuantizedTensorList(OptimizerModule):
     @torch.no_grad()
     def dequantize(self) -> tuple[Tensor, ...]:
         """The values in the computation dtype: the stored tuple itself if they are stored in it, else new tensors."""
-        self._check_supported()
+        check_supported(self.quantized_dtype)
         if self.quantized_dtype == self.computation_dtype:
             return self.quantized_value_list
         if isinstance(self.quantized_dtype, LowBitFormat):
@@ -160,7 +153,7 @@ class QuantizedTensorList(OptimizerModule):
     @torch.no_grad()
     def quantize(self, tensor_list: Sequence[Tensor]) -> None:
         """Write ``tensor_list`` into the storage; all of it is checked before anything is written."""
-        self._check_supported()
+        check_supported(self.quantized_dtype)
         stored = self.dequantized_value_list
         is_given = stored is None or tensor_list is not stored
         if is_given:
@@ -269,10 +262,6 @@ class QuantizedTensorList(OptimizerModule):
                 raise TypeError(
                     f"tensor {position}: stochastic rounding takes plain tensors, got a DTensor: give this rank's part"
                 )
-
-    def _check_supported(self) -> None:
-        if not is_supported(self.quantized_dtype):
-            raise unsupported_error(self.quantized_dtype)
 
 
 class DequantizeQuantizedTensorListContext(ParameterizeEnterExitContext[QuantizedTensorList], Sequence[Tensor]):

@@ -138,7 +138,7 @@ class LoadPlan:
                 if name in entries:
                     new = self.add(old, entries.pop(name), (*path, name))
                     if new is not old:
-                        self._write_attribute(live, name, new)
+                        self.writes.append(partial(set_attribute, live, name, new))
                 else:
                     self.note_missing(old, (*path, name))
         except RecursionError:
@@ -148,7 +148,7 @@ class LoadPlan:
             tensor = self._taken_over(value) if _is_free(live, name) else None
             if tensor is not None:
                 self._note_loaded((*path, name), None, tensor)
-                self._write_attribute(live, name, tensor)
+                self.writes.append(partial(set_attribute, live, name, tensor))
             else:
                 self._note_unexpected((*path, name), value)
         return live
@@ -246,14 +246,14 @@ class LoadPlan:
             if key in entries:
                 new = self.add(old, entries.pop(key), (*path, key))
                 if new is not old:
-                    self._write_item(live, key, new)
+                    self.writes.append(partial(live.__setitem__, key, new))
             else:
                 self.note_missing(old, (*path, key))
         for key, value in entries.items():
             tensor = self._taken_over(value)
             if tensor is not None:
                 self._note_loaded((*path, key), None, tensor)
-                self._write_item(live, key, tensor)
+                self.writes.append(partial(live.__setitem__, key, tensor))
             else:
                 self._note_unexpected((*path, key), value)
 
@@ -325,12 +325,6 @@ class LoadPlan:
             return tensor
         # a low-bit tensor is no step count, and its scales have a dimension
         return tensor.to(self.device) if tensor.ndim or isinstance(tensor, LowBitTensor) else tensor
-
-    def _write_attribute(self, live: Stateful, name: str, value: object) -> None:
-        self.writes.append(lambda: set_attribute(live, name, value))
-
-    def _write_item(self, live: dict[Any, Any], key: object, value: object) -> None:
-        self.writes.append(lambda: live.__setitem__(key, value))
 
     def _note(self, path: Path, kind: Kind, expected: str = "nothing", found: str = "nothing") -> None:
         self.issues.append(LoadIssue(encode_path(path), kind, expected, found))
