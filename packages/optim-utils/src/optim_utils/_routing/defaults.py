@@ -24,8 +24,8 @@ __all__ = ["Decision", "decide"]
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _is_norm_class = re.compile(r"norm(\dd)?$", re.IGNORECASE).search
 _is_norm_name = matcher("*norm", "*norm[0-9]", "ln_*")
-# Also biases of more dimensions: one vector per expert, those of queries in relative attention (pos_bias_u), and those of
-# positions (attention_biases of LeViT).
+# Biases of more dimensions are vectors too: one per expert, those of queries in relative attention (pos_bias_u), and
+# those of positions (attention_biases of LeViT).
 _is_bias_name = matcher("bias", "bias_*", "*_bias", "*_bias_?", "*biases")
 # Two-dimensional, but no matrices: the decays and skips of state space models (Mamba's A_log and D, A_b_log of Vision
 # Mamba, A_logs of VMamba, log_A_real and A_imag of S4D), decays and bonuses of RWKV's heads, relative position biases
