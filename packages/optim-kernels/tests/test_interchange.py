@@ -339,6 +339,20 @@ def test_states_that_hold_nothing() -> None:
     assert len(optimizers[0].to_torch_state_dict()["state"]) == 1
 
 
+def test_a_state_of_the_users_alone_is_none_of_torchs() -> None:
+    """Before the first step."""
+    params = [torch.nn.Parameter(torch.ones(5)) for _ in range(2)]
+    optimizer = TritonAdamW(params)
+    params[1].grad = torch.ones(5)
+    optimizer.step()
+    optimizer.state[params[0]]["note"] = "x"
+    theirs = torch.optim.AdamW(params)
+    theirs.load_state_dict(optimizer.to_torch_state_dict())
+    params[0].grad = torch.ones(5)
+    theirs.step()
+    assert [float(theirs.state[p]["step"]) for p in params] == [1, 2]
+
+
 def test_a_state_may_have_entries_of_the_users() -> None:
     """torch saves and loads what is in a state beside the parameters'."""
     param = torch.nn.Parameter(torch.ones(5))

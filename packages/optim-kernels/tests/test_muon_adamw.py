@@ -241,6 +241,21 @@ def test_nanochat_layout_needs_equal_shapes() -> None:
         optimizer.state_dict(layout="keller")
 
 
+@pytest.mark.parametrize("is_stepped", [False, True])
+def test_entries_of_the_users_are_no_stacks(is_stepped: bool) -> None:
+    matrices, rest = matrices_and_rest()
+    optimizer = mixed(matrices, rest)
+    if is_stepped:
+        give_gradients(matrices + rest, 0)
+        optimizer.step()
+    optimizer.state[rest[0]]["note"] = "kept"
+    saved = optimizer.state_dict(layout="nanochat")["state"]
+    assert [state["note"] for state in saved.values() if "note" in state] == ["kept"]
+    optimizer.state[matrices[0]]["note"] = "refused"
+    with pytest.raises(ValueError, match=r"of tensors alone, .* note 'refused'.*; use layout='separate'"):
+        optimizer.state_dict(layout="nanochat")
+
+
 def test_keller_groups() -> None:
     matrices, rest = matrices_and_rest()
     optimizer = TritonMuonAdamW([{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}])

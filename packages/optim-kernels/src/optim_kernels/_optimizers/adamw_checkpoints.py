@@ -45,9 +45,8 @@ def as_torchs(optimizer: Optimizer, content: dict[str, Any]) -> None:
 
 def _torch_state(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     """The state as ``torch.optim.AdamW`` keeps it for this parameter: floats of the parameter's dtype."""
-    return {"step": _count(state).clone()} | {
-        key: as_float(state[key]).to(param.dtype) for key in MOMENTS if key in state
-    }
+    moments = {key: as_float(state[key]).to(param.dtype) for key in MOMENTS if key in state}
+    return {"step": _count(state).clone()} | moments if "step" in state else moments
 
 
 def _count(state: dict[str, Any]) -> Tensor:

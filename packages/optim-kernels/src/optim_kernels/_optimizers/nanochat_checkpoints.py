@@ -28,7 +28,7 @@ def stack_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
             _stack_group(state, group["params"], index)
         else:
             for i in group["params"]:
-                if i in state:
+                if "step" in state.get(i, {}):
                     state[i] = {**state[i], "step": int(state[i]["step"])}
     return {**state_dict, "state": state}
 
@@ -38,17 +38,19 @@ def _stack_group(state: dict[Any, Any], ids: list[Any], index: int) -> None:
     entries = [state.pop(i) for i in ids if i in state]
     if not entries:
         return
-    formats = {
-        ", ".join(f"{key} {tuple(value.shape)} in {value.dtype}" for key, value in sorted(entry.items()))
-        for entry in entries
-    }
-    if len(entries) != len(ids) or len(formats) != 1 or entries[0]["momentum_buffer"].ndim != 2:
+    formats = {", ".join(_format(key, value) for key, value in sorted(entry.items())) for entry in entries}
+    are_tensors = all(isinstance(value, Tensor) for value in ({"momentum_buffer": None} | entries[0]).values())
+    if len(entries) != len(ids) or len(formats) != 1 or not are_tensors or entries[0]["momentum_buffer"].ndim != 2:
         raise ValueError(
-            "layout='nanochat' stacks a group's states, so each of its parameters needs one, all of matrices of one "
-            f"shape and of the same dtypes, but in param_groups[{index}] {len(entries)} of {len(ids)} have one: "
-            f"{'; or '.join(sorted(formats))}; use layout='separate'"
+            "layout='nanochat' stacks a group's states, so each of its parameters needs one, of tensors alone, all of "
+            f"matrices of one shape and of the same dtypes, but in param_groups[{index}] {len(entries)} of {len(ids)} "
+            f"have one: {'; or '.join(sorted(formats))}; use layout='separate'"
         )
     state[ids[0]] = {key: torch.stack([entry[key] for entry in entries]) for key in entries[0]}
+
+
+def _format(key: str, value: object) -> str:
+    return f"{key} {tuple(value.shape)} in {value.dtype}" if isinstance(value, Tensor) else f"{key} {value!r}"
 
 
 def unstack_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
