@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optim_redist import CommModel, Layout, Mesh, Topology, plan
-from optim_redist._curves import interpolate, latency_and_bandwidth
+from optim_redist._machine.curves import interpolate, latency_and_bandwidth
 from optim_redist.calibration import SIZES, _model
 
 RANKS = 8

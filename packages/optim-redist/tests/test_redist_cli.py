@@ -32,8 +32,8 @@ from optim_redist import (
     parse_layout,
     plan,
 )
-from optim_redist._curves import curve_from_bus_rates
-from optim_redist._progress import progress
+from optim_redist._machine.curves import curve_from_bus_rates
+from optim_redist._tools.progress import progress
 from optim_redist.benchmarking import matrix_shape
 from optim_redist.cli import _parser, _topology, joined_ranks, main
 from optim_redist.plan_text import crossings, traffic, worst_cut

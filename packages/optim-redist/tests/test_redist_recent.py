@@ -6,7 +6,7 @@ import random
 import sys
 from threading import Thread
 
-from optim_redist._recent import Recent
+from optim_redist._tools.recent import Recent
 
 
 def test_what_was_used_last_is_kept() -> None:

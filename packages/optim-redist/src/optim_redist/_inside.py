@@ -17,7 +17,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, TypeVar
 
-from optim_redist._lazy import lazy
+from optim_redist._tools.lazy import lazy
 
 if TYPE_CHECKING:
     from optim_redist.cost import Topology

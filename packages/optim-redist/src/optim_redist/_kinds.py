@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
-from optim_redist._lazy import lazy
 from optim_redist._mesh import int_tuple
+from optim_redist._tools.lazy import lazy
 from optim_redist.errors import LayoutError
 from optim_redist.index_sets import IndexSet, from_intervals, interval, intervals, strided
 

@@ -11,8 +11,8 @@ from math import prod
 from operator import index
 from typing import Any
 
-from optim_redist._files import undamaged
-from optim_redist._lazy import lazy
+from optim_redist._tools.files import undamaged
+from optim_redist._tools.lazy import lazy
 from optim_redist.errors import LayoutError
 
 Axis = int | str

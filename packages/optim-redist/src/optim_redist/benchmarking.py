@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from optim_redist._progress import progress
 from optim_redist._running import collectives
+from optim_redist._tools.progress import progress
 from optim_redist.calibration import slowest_seconds
 from optim_redist.cost import CommModel
 from optim_redist.dtensor import mesh_from, to_placements

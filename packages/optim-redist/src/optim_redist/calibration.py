@@ -34,10 +34,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from optim_redist._curves import interpolate, latency_and_bandwidth, monotone
+from optim_redist._machine.curves import interpolate, latency_and_bandwidth, monotone
 from optim_redist._mesh import int_tuple
-from optim_redist._progress import progress
 from optim_redist._running import collectives
+from optim_redist._tools.progress import progress
 from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import RedistError, UnsupportedError
 from optim_redist.layout import Layout, Mesh

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from optim_redist._files import read_json, reading
 from optim_redist._mesh import int_tuple
-from optim_redist._progress import progress
+from optim_redist._tools.files import read_json, reading
+from optim_redist._tools.progress import progress
 from optim_redist.errors import RedistError
 from optim_redist.index_sets import elements
 from optim_redist.layout import Layout

@@ -12,11 +12,11 @@ from torch.distributed import ProcessGroup
 from optim_redist._autograd import Move, followed
 from optim_redist._compiling.traced import traced
 from optim_redist._mesh import as_shape
-from optim_redist._recent import Recent
 from optim_redist._running import collectives
 from optim_redist._running.given import refuse_other_kinds, refuse_other_than_values, resolved
 from optim_redist._running.message import slots
 from optim_redist._running.stage_program import StageProgram
+from optim_redist._tools.recent import Recent
 from optim_redist.cost import CommModel, Topology
 from optim_redist.errors import LayoutError, UnsupportedError, noting
 from optim_redist.gradients import GradientRule, check_linear, check_rule

@@ -21,10 +21,10 @@ from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from optim_redist._files import check_object, undamaged
 from optim_redist._kinds import KINDS, Block, Chunk, Cyclic, Intervals, Kind, Ragged, Strided
-from optim_redist._lazy import lazy
 from optim_redist._mesh import Axis, Mesh
+from optim_redist._tools.files import check_object, undamaged
+from optim_redist._tools.lazy import lazy
 from optim_redist.errors import LayoutError
 from optim_redist.index_sets import EMPTY, IndexSet, interval, intervals, size
 

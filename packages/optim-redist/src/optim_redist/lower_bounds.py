@@ -28,9 +28,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from optim_redist._files import record, undamaged
 from optim_redist._inside import Inside, Part
 from optim_redist._mesh import as_shape, int_tuple
+from optim_redist._tools.files import record, undamaged
 from optim_redist.cost import Topology, check_topology
 from optim_redist.errors import RedistError
 from optim_redist.layout import Layout, PartialInit, check_layouts

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from optim_redist._compiling.uncompiled import uncompiled
-from optim_redist._recent import Recent
 from optim_redist._running import collectives
 from optim_redist._running.collectives import Waitable
 from optim_redist._running.given import (
@@ -27,6 +26,7 @@ from optim_redist._running.given import (
     waited_for,
 )
 from optim_redist._running.many_program import ManyProgram
+from optim_redist._tools.recent import Recent
 from optim_redist.cost import CommModel
 from optim_redist.errors import LayoutError, RedistError
 from optim_redist.handle import Handle, done

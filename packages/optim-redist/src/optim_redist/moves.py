@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from optim_redist._files import record
 from optim_redist._inside import Groups
-from optim_redist._lazy import lazy
+from optim_redist._tools.files import record
+from optim_redist._tools.lazy import lazy
 from optim_redist.boxes import Box, volume
 from optim_redist.cost import CommModel
 from optim_redist.errors import RedistError

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from optim_redist._lazy import lazy
+from optim_redist._tools.lazy import lazy
 from optim_redist.index_sets import IndexSet, intersect, interval, num_below, size
 from optim_redist.layout import Kind
 

@@ -17,7 +17,7 @@ from optim_redist._dtypes import check_started, dtype_name, itemsize
 from optim_redist._mesh import as_shape, coordinates, grid_points, int_tuple
 from optim_redist._methods.chunked import CHUNK
 from optim_redist._methods.relabel import relabelled
-from optim_redist._recent import Recent
+from optim_redist._tools.recent import Recent
 from optim_redist.canonical import canonical
 from optim_redist.cost import CommModel, Topology, check_topology
 from optim_redist.errors import PlanInfeasibleError, RedistError

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optim_redist._dtypes import dtype_name, itemsize
-from optim_redist._files import check_object, record, undamaged
-from optim_redist._lazy import lazy
 from optim_redist._mesh import int_tuple
 from optim_redist._methods.candidates import phases_of
+from optim_redist._tools.files import check_object, record, undamaged
+from optim_redist._tools.lazy import lazy
 from optim_redist.cost import Topology
 from optim_redist.errors import RedistError
 from optim_redist.layout import Layout, PartialInit

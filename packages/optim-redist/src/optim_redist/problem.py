@@ -25,8 +25,8 @@ from math import prod
 from typing import TYPE_CHECKING, get_args
 
 from optim_redist._inside import Groups, Part, ranks_at
-from optim_redist._lazy import lazy
 from optim_redist._mesh import coordinates
+from optim_redist._tools.lazy import lazy
 from optim_redist.boxes import Box
 from optim_redist.errors import UnsupportedError
 from optim_redist.index_sets import intersect

@@ -18,9 +18,9 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
-from optim_redist._lazy import lazy
 from optim_redist._methods.candidates import exchanges_of, from_phases, partial_bytes
 from optim_redist._methods.chunked import CHUNK
+from optim_redist._tools.lazy import lazy
 from optim_redist.cost import CommModel
 from optim_redist.errors import PlanInfeasibleError
 from optim_redist.moves import Request, added_up

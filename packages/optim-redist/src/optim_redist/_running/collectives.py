@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from optim_redist._lazy import lazy
+from optim_redist._tools.lazy import lazy
 from optim_redist.errors import PlanMismatchError, UnsupportedError
 
 # keeps this package's messages on the world's group apart from those of other code

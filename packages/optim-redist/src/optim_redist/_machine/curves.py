@@ -4,10 +4,35 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from itertools import chain, combinations
-from math import exp, log
+from itertools import chain, combinations, pairwise
+from math import exp, inf, log
+from typing import Any
+
+from optim_redist.errors import RedistError
 
 Curve = tuple[tuple[float, float], ...]  # (bytes, seconds), bytes ascending
+
+# of a library, those that do steps; a model may have no curve for some of them
+COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+
+
+def as_curve(op: str, given: Any) -> Curve:
+    """What was measured of a collective as floats, monotone.
+
+    Raises:
+        RedistError: for what is no curve.
+    """
+    measured = (*COLLECTIVES, "send_recv")
+    if op not in measured:
+        raise RedistError(f"curves are of {measured}, got one of {op!r}")
+    try:
+        usable = all(0 < num_bytes < inf and 0 < seconds < inf for num_bytes, seconds in given)
+        points = [(float(num_bytes), float(seconds)) for num_bytes, seconds in given]
+    except (TypeError, ValueError, OverflowError):
+        usable = False
+    if not usable or any(a[0] > b[0] for a, b in pairwise(points)):
+        raise RedistError(f"the curve of {op} is (bytes, seconds) above 0, finite, bytes ascending, got {given}")
+    return monotone(points)
 
 
 def monotone(points: Iterable[tuple[float, float]]) -> Curve:
