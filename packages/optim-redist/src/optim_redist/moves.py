@@ -206,14 +206,17 @@ class Request:
         """What the groups of the topology hold and need."""
         return self.problem.groups(self.model.topology)
 
-    @property
-    def source_aside(self) -> dict[int, int]:
-        """``aside`` of the stages after the first: the source, which the caller keeps unless it is donated."""
-        return {} if self.donate else {rank: held for rank, (held, _) in self.problem.num_stored.items()}
+    def through(self, src: Layout, layouts: Iterable[Layout]) -> list[Request]:
+        """The request for each part of the way from ``src`` through these layouts, of which the last is the target.
 
-    def between(self, src: Layout, dst: Layout, aside: Mapping[int, int]) -> Request:
-        """The same request for the part of the way from ``src`` to ``dst``."""
-        return replace(self, problem=self.problem.between(src, dst), aside=aside)
+        After the first part the source is kept aside, as its caller keeps it, unless it is donated.
+        """
+        kept = {} if self.donate else {rank: held for rank, (held, _) in self.problem.num_stored.items()}
+        parts: list[Request] = []
+        for dst in layouts:
+            parts.append(replace(self, problem=self.problem.between(src, dst), aside=kept if parts else {}))
+            src = dst
+        return parts
 
 
 @dataclass

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from optim_redist._methods.candidates import from_layouts, from_phases, from_ways, one_exchange
+from optim_redist._methods.candidates import from_layouts, from_phases, from_way, one_exchange
 from optim_redist._methods.collective_search import search_collectives
 from optim_redist._methods.least_seconds import (
     least_of_gathering,
@@ -182,7 +182,7 @@ def _hierarchical(request: Request, limits: Bounds) -> Candidate | None:
     if reducing is None:
         return None
     src, ways = reducing
-    found = [from_ways(request, src, way) for way in ways]
+    found = [from_way(request, src, way) for way in ways]
     return min(found, key=lambda c: (not request.allows(c.peak_bytes), c.seconds, len(c.steps)))
 
 

@@ -22,6 +22,7 @@ from optim_redist._methods.in_place import in_place
 from optim_redist._methods.library import bytes_received, library_collective
 from optim_redist._methods.node_volumes import node_volumes
 from optim_redist._methods.own import is_in_order
+from optim_redist._methods.reduce_inside import Way
 from optim_redist._methods.relay import relay_phases
 from optim_redist.cost import Topology
 from optim_redist.errors import RedistError
@@ -118,17 +119,11 @@ def _library_step(request: Request, op: str, limits: Bounds, peak: int) -> Step 
 
 def from_layouts(planner: str, request: Request, layouts: Sequence[tuple[str, Layout]]) -> Candidate:
     """A sequence of layouts, each reached by a direct exchange from the one before."""
-    aside = request.source_aside
-    parts: list[Request] = []
-    src = request.problem.src
-    for _, layout in layouts:
-        parts.append(request.between(src, layout, aside if parts else {}))
-        src = layout
+    parts = request.through(request.problem.src, [layout for _, layout in layouts])
     if not all(map(has_room, parts)):
         # no rounds, which may be many, make it fit
         parts = [replace(part, memory_limit=None) for part in parts]
-    ops = [op for op, _ in layouts]
-    made = [counted(one_exchange(part, bounds_of(part.problem), op), part) for op, part in zip(ops, parts)]
+    made = [counted(one_exchange(part, bounds_of(part.problem), op), part) for (op, _), part in zip(layouts, parts)]
     return joined(planner, made)
 
 
@@ -137,15 +132,10 @@ def has_room(request: Request) -> bool:
     return request.memory_limit is None or _peak_bytes(request, {}, {}, MAX_ROUNDS) <= request.memory_limit
 
 
-def from_ways(request: Request, src: Layout, way: Sequence[tuple[str, str, Layout]]) -> Candidate:
+def from_way(request: Request, src: Layout, way: Way) -> Candidate:
     """A sequence of layouts, each reached by a method of its own."""
-    aside = request.source_aside
-    parts: list[Candidate] = []
-    for op, method, layout in way:
-        part = request.between(src, layout, aside if parts else {})
-        parts.append(from_phases(method, part, op=None if method == "hierarchical" else op))
-        src = layout
-    return joined("hierarchical", parts)
+    parts = request.through(src, [layout for _, _, layout in way])
+    return joined("hierarchical", [from_phases(method, part, op=op) for (op, method, _), part in zip(way, parts)])
 
 
 def counted(part: Candidate, request: Request) -> Candidate:

@@ -24,7 +24,7 @@ from optim_redist.cost import Level, Topology
 from optim_redist.layout import Layout, Mesh
 from optim_redist.problem import Problem
 
-Way = list[tuple[str, str, Layout]]  # operation, method, layout after it
+Way = list[tuple[str | None, str, Layout]]  # operation, None for those of the method; method; layout after it
 
 
 def ways_to_reduce(
@@ -50,7 +50,7 @@ def ways_to_reduce(
     way: Way = [("reduce inside", "direct", layout) for layout in inside]
     last = inside[-1] if inside else start
     if not last.partial:
-        return start, [[*way, ("hierarchical", "hierarchical", dst)]]
+        return start, [[*way, (None, "hierarchical", dst)]]
     ways = []
     needers = Problem(shape, last, dst).needers.values()
     outermost = topology.levels[-1]
@@ -59,7 +59,7 @@ def ways_to_reduce(
         ways.append([*way, ("reduce across", "direct", dst)])
     scattered = split_further(shape, last, tensor_dim, [axis for axis, _ in last.partial])
     if scattered is not None and any(len(ranks) > 1 for ranks in needers):
-        ways.append([*way, ("reduce across", "direct", scattered), ("hierarchical", "hierarchical", dst)])
+        ways.append([*way, ("reduce across", "direct", scattered), (None, "hierarchical", dst)])
     return (start, ways) if ways else None
 
 

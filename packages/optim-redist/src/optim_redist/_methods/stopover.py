@@ -30,7 +30,7 @@ def stopover(request: Request, limits: Bounds) -> Candidate | None:
     """The quickest way through a layout of smaller parts; None if none fits."""
     problem, found = request.problem, []
     for middle in _middles(problem):
-        parts = request.between(problem.src, middle, {}), request.between(middle, problem.dst, request.source_aside)
+        parts = request.through(problem.src, [middle, problem.dst])
         chosen = [_quickest(part) for part in parts] if all(map(has_room, parts)) else [None]
         fitting = [one for one in chosen if one is not None]
         if len(fitting) == len(parts):
