@@ -32,11 +32,10 @@ from optim_redist._multi_axis.moves import (
     whole_numbers,
 )
 from optim_redist._multi_axis.steps import MoveSet
+from optim_redist.layout import Cyclic, Layout, Mesh
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from optim_redist.layout import Layout
 
 Outcome = tuple["MultiAxisDist", int, int]
 
@@ -393,6 +392,5 @@ class MultiAxisDist:
 
     def to_layout(self) -> Layout:
         """The same distribution as a general layout: every split dimension cyclic in its blocks."""
-        from optim_redist._multi_axis.layout import to_layout
-
-        return to_layout(self)
+        dims = [(axes, Cyclic(block)) if axes else None for axes, block in zip(self.dimsMapping, self.blockSizes)]
+        return Layout(Mesh(self.processorMesh), dims)

@@ -21,7 +21,7 @@ from itertools import accumulate, product
 from optim_redist._inside import Part
 from optim_redist._methods.chunked import in_rounds
 from optim_redist._methods.direct import demands_of, stays
-from optim_redist._methods.relay import relay_phases_on
+from optim_redist._methods.relay import relay_phases
 from optim_redist.boxes import Box, cut, fair_shares, volume
 from optim_redist.cost import Topology
 from optim_redist.moves import FINISHED, Phase, Stage, Transfer
@@ -37,7 +37,7 @@ def own_phases(problem: Problem, stage: Stage, topology: Topology, rank: int) ->
     """
     reduces = problem.num_contributions > 1
     if stage.method == "relay":
-        phases = relay_phases_on(problem, rank)
+        phases = relay_phases(problem, rank)
         parts = [part for phase in phases for part in in_rounds(problem, phase, stage.rounds)]
         return parts, [True] * stage.rounds + [False] * stage.rounds
     numbered = stage.rounds > 1 and not reduces

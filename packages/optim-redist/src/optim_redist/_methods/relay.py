@@ -16,18 +16,12 @@ from optim_redist.moves import Phase, Transfer
 from optim_redist.problem import Point, Problem
 
 
-def relay_phases(problem: Problem) -> list[Phase]:
-    """Two phases, "reduce" at one owner of every element and "share" from there; the better of two owner choices."""
-    return _phases(problem, relay_volumes(problem)[0])
+def relay_phases(problem: Problem, rank: int | None = None) -> list[Phase]:
+    """Two phases, "reduce" at one owner of every element and "share" from there; the better of two owner choices.
 
-
-def relay_phases_on(problem: Problem, rank: int) -> list[Phase]:
-    """The transfers of ``relay_phases`` in which one rank takes part."""
-    return _phases(problem, relay_volumes(problem)[0], rank)
-
-
-def _phases(problem: Problem, prefer_contributors: bool, rank: int | None = None) -> list[Phase]:
-    """All transfers, or those in which one rank takes part."""
+    With ``rank``, only the transfers in which it takes part.
+    """
+    prefer_contributors = relay_volumes(problem)[0]
     reduce: list[Transfer] = []
     hand_on: list[Transfer] = []
     for dst, src, box in _atoms(problem, rank):

@@ -1,4 +1,4 @@
-"""Multi-axis distributions as general layouts, and general layouts as multi-axis distributions."""
+"""General layouts as multi-axis distributions; ``MultiAxisDist.to_layout`` is the way back."""
 
 from __future__ import annotations
 
@@ -6,14 +6,8 @@ from collections.abc import Sequence
 
 from optim_redist.errors import LayoutError, NotRepresentableError
 from optim_redist.index_sets import same
-from optim_redist.layout import Cyclic, Layout, Mesh
+from optim_redist.layout import Cyclic, Layout
 from optim_redist.multi_axis import MultiAxisDist
-
-
-def to_layout(dist: MultiAxisDist) -> Layout:
-    """The same distribution as a general layout: every split dimension cyclic in its blocks."""
-    dims = [(axes, Cyclic(block)) if axes else None for axes, block in zip(dist.dimsMapping, dist.blockSizes)]
-    return Layout(Mesh(dist.processorMesh), dims)
 
 
 def from_layout(layout: Layout, shape: Sequence[int] | None) -> MultiAxisDist:

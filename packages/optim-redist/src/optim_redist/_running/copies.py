@@ -170,11 +170,6 @@ def copy_views(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(targets), list(sources))
 
 
-def copy_together(copies: Iterable[Copy]) -> None:
-    """Make copies, each between views of equal shape, in one call for all contiguous ones of a dtype."""
-    Together(copies).run()
-
-
 class Together:
     """Copies, each between views of equal shape, made in one call for all contiguous ones of a dtype."""
 

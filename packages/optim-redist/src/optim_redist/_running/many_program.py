@@ -14,7 +14,7 @@ from optim_redist._methods.buckets import buckets_of
 from optim_redist._running import collectives
 from optim_redist._running.bucket_exchange import BucketExchange
 from optim_redist._running.collectives import Team, Waitable
-from optim_redist._running.copies import copy_together
+from optim_redist._running.copies import Together
 from optim_redist._running.given import give_up, is_pending, resolved, resolved_donated
 from optim_redist._running.stage_program import StageProgram, stage_programs
 from optim_redist.errors import UnsupportedError, noting
@@ -91,7 +91,7 @@ class ManyProgram:
             for k, exchange in enumerate(exchanges):
                 with noting(self._where, f"in exchange {k + 1} of {len(exchanges)} of", bucket):
                     sent = torch.empty(exchange.num_sent, dtype=torch.uint8, device=device)
-                    copy_together(exchange.packing(sent, tensors, targets))
+                    Together(exchange.packing(sent, tensors, targets)).run()
                     received = torch.empty(exchange.num_received, dtype=torch.uint8, device=device)
                     work = None
                     if communicates:
@@ -99,9 +99,9 @@ class ManyProgram:
                         work = self.team.exchange(
                             received, sent, exchange.receive_splits, exchange.send_splits, async_op=async_op
                         )
-                    copy_together(exchange.staying(tensors, targets))
+                    Together(exchange.staying(tensors, targets)).run()
                     yield work
-                    copy_together(exchange.unpacking(received, tensors, targets))
+                    Together(exchange.unpacking(received, tensors, targets)).run()
                     exchange.end(targets)
                     # free these buffers before the next exchange makes its own
                     del sent, received, work

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from optim_redist._methods.own import own_phases
 from optim_redist._running.buffers import Buffers
-from optim_redist._running.copies import Copy, copy_together
+from optim_redist._running.copies import Copy, Together
 from optim_redist._running.message import Message, slots
 from optim_redist._running.rank_program import Buffering, PhaseViews, rank_phases
 from optim_redist._running.reduction import Reduction, fill_identity
@@ -162,13 +162,13 @@ class StageProgram:
         sends = [buffer if span.which is None else buffer.clone() for span, buffer in zip(views.sends.spans, packed)]
         stays = phase.stays_from
         kept = torch.empty(stays.num_elements, dtype=self.bits, device=device)
-        copy_together(stays.packing(kept, src, None))
+        Together(stays.packing(kept, src, None)).run()
         return sends, kept
 
     def unpack_kept(self, kept: Tensor, dst: Tensor | None) -> None:
         """Put what the only phase keeps in its place in the target."""
         if kept.numel():
-            copy_together(self.phases[0].stays_to.unpacking(kept, cast(Tensor, dst)))
+            Together(self.phases[0].stays_to.unpacking(kept, cast(Tensor, dst))).run()
 
     @property
     def reduces(self) -> bool:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TextIO, TypeVar
+from typing import TypeVar
+
+_EVERY = 5.0  # seconds
 
 T = TypeVar("T")
 
 
-def progress(items: Sequence[T], label: str, *, stream: TextIO | None = None, every: float = 5.0) -> Iterator[T]:
+def progress(items: Sequence[T], label: str) -> Iterator[T]:
     """Yield the items while a bar shows how many are done and how long the rest will take."""
-    out = stream or sys.stderr
+    out = sys.stderr
     live = out.isatty()
     started = shown = time.monotonic()
     for done, item in enumerate(items, 1):
         yield item
         now = time.monotonic()
         last = done == len(items)
-        if last or now - shown >= (0.1 if live else every):
+        if last or now - shown >= (0.1 if live else _EVERY):
             shown = now
             left = (now - started) / done * (len(items) - done)
             bar = "#" * (24 * done // len(items))
