@@ -1,6 +1,30 @@
 """Move tensors between distributed layouts: bounds that no plan can beat, the cheapest plan, and running it.
 
 Names are loaded when they are first used, so that describing layouts, bounds and plans imports no torch.
+
+What is where:
+
+    layout _mesh _kinds                 what a layout is, ranks as a grid, ways to divide a dimension
+    parsing placements dtensor          layouts as texts, as one placement for each mesh axis, of DTensors
+    index_sets boxes                    sets of indices, and products of them
+    ownership canonical                 who holds what; the one layout for all in which ranks hold the same
+    problem overlap _inside             two layouts laid over each other: as a whole, in one dimension, in groups
+    lower_bounds                        what no plan can beat
+    cost calibration _machine           what a step costs on a machine, and measuring it
+    planning planners _methods moves    choosing a plan, candidates, ways to make them, what they consist of
+    plans plan_text                     a plan, its table and its explanation
+    verification checking               proofs of plans, and of files of them
+    pictures _drawing                   layouts and plans as pictures
+    program execute handle _running     plans compiled, called, under way, and at work on tensors
+    many repeated                       many tensors at once, and one exchange again and again
+    redistribution _places              what ``DTensor.redistribute`` does, and what it keeps for the next call
+    gradients shares _autograd          where gradients go, shares of a sum, moves that autograd follows
+    _compiling                          ``torch.compile``
+    multi_axis redistributors           the notebook's distributions, and ways from one to another
+    collective_costs dist optim         the notebook's cost models, and its two namespaces
+    _multi_axis                         searches and bounds behind the notebook's names
+    cli benchmarking                    the command line, and times beside DTensor's
+    errors units _dtypes _tools         errors, quantities in words, types of elements, other tools
 """
 
 from __future__ import annotations
