@@ -61,7 +61,7 @@ def ends_of(dtensor: DTensor, place: Place, read_as: tuple[Placement, ...] | Non
         LayoutError: if this rank's local tensor has another shape than its placements give.
     """
     mesh, placements = dtensor.device_mesh, dtensor.placements
-    order = tuple((shard_order_of(dtensor) or {}).items())
+    order = shard_order_of(dtensor)
     types = tuple(map(type, (*placements, *place.placements, *(read_as or ()))))
     ends = _ends(mesh, placements, order, dtensor.shape, place, read_as, types, mesh.get_rank())
     if ends.local_shape is not None and dtensor._local_tensor.shape != ends.local_shape:

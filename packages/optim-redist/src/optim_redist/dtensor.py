@@ -122,28 +122,28 @@ def from_dtensor(dtensor: DTensor, *, strided: StridedReading = "replay") -> Lay
             f"dtensor must be a DTensor, got {type(dtensor).__name__}; Layout.from_placements takes a mesh, placements "
             "and a shape"
         )
-    order = tuple((shard_order_of(dtensor) or {}).items())
-    layout = known_layout(dtensor.device_mesh, dtensor.placements, tuple(dtensor.shape), order, strided)
+    shape, order = tuple(dtensor.shape), shard_order_of(dtensor)
+    layout = known_layout(dtensor.device_mesh, dtensor.placements, shape, order, strided)
     rank = dtensor.device_mesh.get_rank()
     if rank in layout.mesh.coordinates:
         found = tuple(dtensor._local_tensor.shape)
-        expected = layout.local_shape(dtensor.shape, rank)
+        expected = layout.local_shape(shape, rank)
         if found != expected:
             other = "ordered" if strided == "replay" else "replay"
             raise LayoutError(
                 f"rank {rank}: the local tensor has shape {found}, but {tuple(dtensor.placements)} of "
-                f"{tuple(dtensor.shape)} gives {expected}; if it holds a _StridedShard, read it by "
+                f"{shape} gives {expected}; if it holds a _StridedShard, read it by "
                 f"Layout.from_dtensor(…, strided={other!r}) and give the part to redistribute_local; if it "
                 "was built from uneven parts describe it with Ragged"
             )
     return layout
 
 
-def shard_order_of(dtensor: DTensor) -> ShardOrder | None:
-    """The order of axes stored with a DTensor; None if this torch stores none or split factors encode it."""
+def shard_order_of(dtensor: DTensor) -> AxisOrder:
+    """The order of axes stored with a DTensor; none if this torch stores none or split factors encode it."""
     if any(type(placement).__name__ == "_StridedShard" for placement in dtensor.placements):
-        return None
-    return as_shard_order(getattr(getattr(dtensor, "_spec", None), "shard_order", None))
+        return ()
+    return tuple((as_shard_order(getattr(getattr(dtensor, "_spec", None), "shard_order", None)) or {}).items())
 
 
 def to_placements(layout: Layout, shape: Sequence[int]) -> Placements:

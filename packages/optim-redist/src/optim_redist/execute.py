@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Literal, overload
 
 import torch
@@ -187,6 +188,7 @@ def redistribute_local(
         raise LayoutError("a rank without a part of the source says which dtype it will get: pass dtype=")
     if cost_model is None:
         cost_model = default_model(group)
+    planned = partial(plan, shape, cost_model=cost_model, topology=topology, memory_limit=memory_limit)
     if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
         refuse_other_than_values(tensor, f"rank {collectives.my_rank()}: the source tensor")
         _refuse_unfollowed(tensor, out=out is not None, async_op=async_op, donate=donate)
@@ -195,31 +197,12 @@ def redistribute_local(
         sides = src, dst
 
         def run(part: Tensor | None, src: Layout, dst: Layout, like: Tensor) -> Tensor | None:
-            made = plan(
-                shape,
-                like.dtype,
-                src,
-                dst,
-                cost_model=cost_model,
-                topology=topology,
-                memory_limit=memory_limit,
-                # what gradients begin is the same however the values began
-                partial_init=partial_init if (src, dst) == sides else "owner",
-            )
+            # what gradients begin is the same however the values began
+            made = planned(like.dtype, src, dst, partial_init=partial_init if (src, dst) == sides else "owner")
             return program_for(made, group)(part, device=like.device)
 
         return followed(tensor, Move(as_shape(shape), src, dst, collectives.my_rank(), grad, run))
-    made = plan(
-        shape,
-        dtype,
-        src,
-        dst,
-        cost_model=cost_model,
-        topology=topology,
-        memory_limit=memory_limit,
-        donate=donate,
-        partial_init=partial_init,
-    )
+    made = planned(dtype, src, dst, donate=donate, partial_init=partial_init)
     return program_for(made, group)(tensor, out, async_op=async_op, copy=copy, device=device)
 
 

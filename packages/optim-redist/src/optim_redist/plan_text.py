@@ -175,18 +175,17 @@ def _busy_inside(plan: Plan) -> list[str]:
     """A line on why a plan that brings nothing into a group twice has a rank busier than the bound, if it has one."""
     if plan.planner != "hierarchical" or plan.src.partial or plan.volume_ratio <= 1:
         return []
-    problem = Problem(plan.shape, plan.src, plan.dst, plan.partial_init)
-    level = max(plan.topology.levels, key=lambda level: least_inside_groups(problem, level.group_of))
-    least = least_inside_groups(problem, level.group_of)
+    found = [(least_inside_groups(plan.problem, level.group_of), level.name) for level in plan.topology.levels]
+    least, group = max(found, key=lambda level: level[0])
     if least > plan.bounds.lb:
         return [
-            f"as nothing enters a {level.name} that has it, ranks that hold what others in theirs need send "
+            f"as nothing enters a {group} that has it, ranks that hold what others in theirs need send "
             f"{least / plan.bounds.lb:.2f} × that bound at least"
         ]
     if len(plan.steps) == 1:
         # nothing is sent on: it is what any plan of one step moves
         return []
-    return [f"as everything enters a {level.name} once, ranks that fetch it send it on to others in theirs"]
+    return [f"as everything enters a {group} once, ranks that fetch it send it on to others in theirs"]
 
 
 def _why(plan: Plan) -> str:
@@ -264,7 +263,7 @@ def _relays(plan: Plan) -> list[str]:
     limits = plan.bounds
     if limits.single_hop <= limits.lb:
         return []
-    name, moved = best_relay(Problem(plan.shape, plan.src, plan.dst, plan.partial_init), limits)
+    name, moved = best_relay(plan.problem, limits)
     closed = (limits.single_hop - moved) / (limits.single_hop - limits.lb)
     line = f"relayed, {name} would move {moved}, which closes {closed:.0%} of the gap"
     if closed >= 0.5:

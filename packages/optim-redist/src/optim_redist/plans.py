@@ -110,6 +110,11 @@ class Plan:
         return any(step.recv for step in self.steps)
 
     @lazy
+    def problem(self) -> Problem:
+        """The redistribution as a whole."""
+        return Problem(self.shape, self.src, self.dst, self.partial_init)
+
+    @lazy
     def problems(self) -> tuple[Problem, ...]:
         """The redistribution that every stage has to make."""
         return tuple(Problem(self.shape, stage.src, stage.dst, self.partial_init) for stage in self.stages)

@@ -211,8 +211,7 @@ class _Redistribute(torch.autograd.Function):
     ) -> DTensor:
         """``read_as``: of a gradient by the rule "adjoint", the placements that it has in truth."""
         placements = _dual(dtensor.device_mesh, read_as or dtensor.placements, after.rule)
-        order = tuple((shard_order_of(dtensor) or {}).items())
-        ctx.back = Place(dtensor.device_mesh, placements, order, after.dtype, dtensor.dtype)
+        ctx.back = Place(dtensor.device_mesh, placements, shard_order_of(dtensor), after.dtype, dtensor.dtype)
         ctx.place, ctx.after = place, after
         ctx.set_materialize_grads(False)
         moved = _move(dtensor, place, after.memory_limit, read_as=read_as)

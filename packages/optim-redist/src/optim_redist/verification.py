@@ -202,7 +202,7 @@ def _verify_step(plan: Plan, step: Step, phase: Phase) -> None:
 
 
 def _verify_bounds(plan: Plan, received: dict[int, int], sent: dict[int, int]) -> None:
-    problem = Problem(plan.shape, plan.src, plan.dst, plan.partial_init)
+    problem = plan.problem
     for rank in problem.ranks:
         inbound, outbound = crossing(problem, (rank,))
         if received.get(rank, 0) < inbound or sent.get(rank, 0) < outbound:
