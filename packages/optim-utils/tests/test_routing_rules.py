@@ -76,8 +76,12 @@ def test_rules_that_do_not_fit(shape, options, message):
         ("a.qkv", (4, 6), {"transposed": True}, [f"split={s}, transposed=True" for s in ((4, 1, 1), 3, 1)]),
         ("a.weight", (2, 6, 4), {"split": 2}, [f"to='muon', split=2, batched={b}" for b in (True, False)]),
         ("a.weight", (6, 4), {"num_heads": 4, "options": {"lr": 0.1}}, ["split=1, options={'lr': 0.1}"]),
+        ("a.qkv", (8, 8, 4), {"split": (4, 2, 2)}, [f"to='muon', split=(4, 2, 2), batched={b}" for b in (True, False)]),
+        ("a.gate_up_proj", (2, 6, 4), {"split": 1}, [f"to='muon', split=1, batched={b}" for b in (True, False)]),
+        ("a.gate_up_proj", (2, 6, 4), {"transposed": False}, ["split=2, split_dim=-2, transposed=False, batched=True"]),
+        ("a.gate_up_proj", (2, 6, 4), {"transposed": True}, ["split=2, split_dim=-1, transposed=True, batched=True"]),
     ],
-    ids=["stack", "transposed", "whole-or-stack", "options"],
+    ids=["stack", "transposed", "whole-or-stack", "options", "qkv", "gate-up", "gate-up-rows", "gate-up-columns"],
 )
 def test_rules_to_paste_keep_what_the_rule_in_their_place_says(name, shape, options, proposed):
     with pytest.raises(UnroutedParameterError) as error:
@@ -86,6 +90,12 @@ def test_rules_to_paste_keep_what_the_rule_in_their_place_says(name, shape, opti
     pasted = [eval(line) for line in lines if "to='adamw'" not in line]
     assert pasted == [eval(f"Rule({name!r}, {arguments})") for arguments in proposed]
     assert [route_one(shape, rule, name=name).kind for rule in pasted] == ["muon"] * len(pasted)
+
+
+@pytest.mark.parametrize(("transposed", "shapes"), [(False, ((2, 3, 4),) * 2), (True, ((2, 2, 6),) * 2)])
+def test_a_rule_that_knows_the_storage_knows_along_which_dimension_gate_and_up_are_fused(transposed, shapes):
+    rule = Rule("*", batched=True, transposed=transposed)
+    assert route_one((2, 6, 4), rule, name="a.gate_up_proj").view.shapes == shapes
 
 
 def test_muon_is_given_no_numbers_that_it_does_not_take():

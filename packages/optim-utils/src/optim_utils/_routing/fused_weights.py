@@ -61,12 +61,12 @@ def matrix_view(leaf: Leaf, rule: Rule = _NO_RULE) -> MatrixView:
         Refusal: if the shape does not divide as asked, or nothing says how to divide it.
     """
     try:
-        view = _stored_matrices(leaf, rule.batched)
+        view = _stored_matrices(leaf, rule)
         transposed = view.transposed or _is_stored_transposed(leaf) if rule.transposed is None else rule.transposed
         if rule.split is not None or rule.split_dim is not None:
             fusion = _asked_fusion(leaf, view, rule, transposed)
         else:
-            fusion = _named_fusion(leaf, view, transposed)
+            fusion = _named_fusion(leaf, view, rule, transposed)
         # If the parts of a fused weight lie side by side along its columns, it can only be stored (in, out).
         if rule.transposed is None and fusion.dim == -1 and (leaf.is_called(_is_qkv) or leaf.is_called(_is_gate_up)):
             transposed = True
@@ -82,14 +82,14 @@ def is_row_or_column(leaf: Leaf) -> bool:
     if sum(size != 1 for size in leaf.shape) <= 1:
         return True
     try:
-        return 1 in _stored_matrices(leaf, None).stored_matrix[-2:]
+        return 1 in _stored_matrices(leaf, _NO_RULE).stored_matrix[-2:]
     except (Refusal, ValueError):
         return False
 
 
-def _stored_matrices(leaf: Leaf, batched: bool | None) -> MatrixView:
+def _stored_matrices(leaf: Leaf, rule: Rule) -> MatrixView:
     """The tensor as a matrix or a batch of matrices, before anything is split."""
-    shape = leaf.shape
+    shape, batched = leaf.shape, rule.batched
     if len(shape) < 2:
         raise Refusal(f"Muon takes matrices, got shape {shape}", "to='adamw'")
     if len(shape) == 2:
@@ -99,18 +99,21 @@ def _stored_matrices(leaf: Leaf, batched: bool | None) -> MatrixView:
     if batched is None and len(shape) == 3 and any(_is_experts(name) for path in leaf.paths for name in path):
         batched = True
     if batched is None:
-        raise Refusal(f"{len(shape)}-D, and nothing says what its matrices are", "to='adamw'", *_stacks(leaf))
+        raise Refusal(f"{len(shape)}-D, and nothing says what its matrices are", "to='adamw'", *_stacks(leaf, rule))
     return MatrixView.identity(shape) if batched else _flattening_view(leaf, (shape[0], prod(shape[1:])))
 
 
-def _stacks(leaf: Leaf) -> list[str]:
-    """Arguments of rules that may fit a weight of three or more dimensions that is no convolution."""
-    if leaf.is_called(_is_gate_up):
+def _stacks(leaf: Leaf, rule: Rule) -> list[str]:
+    """Arguments beside those of ``rule`` that may fit a weight of three or more dimensions that is no convolution."""
+    by_name = rule.split is None and rule.split_dim is None
+    if by_name and leaf.is_called(_is_gate_up):
         rows, columns = leaf.shape[-2:]
-        by_rows = ["batched=True, split=2, split_dim=-2"] if rows % 2 == 0 else []
-        by_columns = ["batched=True, split=2, split_dim=-1, transposed=True"] if columns % 2 == 0 else []
-        return by_rows + by_columns or [f"batched=True, {_WHOLE}"]
-    if leaf.is_called(_is_qkv) or _is_recurrent(leaf.paths[0][-1]):
+        by_rows = rows % 2 == 0 and rule.transposed is not True
+        by_columns = columns % 2 == 0 and rule.transposed is not False
+        guess = ["batched=True, split=2, split_dim=-2"] * by_rows
+        guess += ["batched=True, split=2, split_dim=-1, transposed=True"] * by_columns
+        return guess or [f"batched=True, {_WHOLE}"]
+    if by_name and (leaf.is_called(_is_qkv) or _is_recurrent(leaf.paths[0][-1])):
         return [f"batched=True, {_WHOLE}"]
     return ["to='muon', batched=True", "to='muon', batched=False"]
 
@@ -171,7 +174,7 @@ def _experts_transposed(leaf: Leaf) -> bool | None:
     return None
 
 
-def _named_fusion(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
+def _named_fusion(leaf: Leaf, view: MatrixView, rule: Rule, transposed: bool) -> _Fusion:
     """The parts that the name implies: three of QKV, two of gate and up or of K and V, one per recurrent gate."""
     if len(leaf.shape) == 2 and _is_of_all_experts(leaf):
         reason = "2-D, and nothing says where experts lie in it: split=<how many>, with split_dim, if side by side"
@@ -181,7 +184,7 @@ def _named_fusion(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
         return _whole_groups(view, 3, "Q, K, V") or _qkv(leaf, view, transposed)
     if leaf.is_called(_is_gate_up):
         _check_is_weight(leaf, _is_gate_up, view.stored_matrix[-1 if transposed else -2], parts=2)
-        return _whole_groups(view, 2, "gate and up") or _gate_up(leaf, view, transposed)
+        return _whole_groups(view, 2, "gate and up") or _gate_up(leaf, view, rule, transposed)
     if any(_is_kv(path[-2]) and _is_weight(path[-1]) for path in leaf.paths if len(path) > 1):
         return _whole_groups(view, 2, "K and V") or _halves(view, transposed, "K and V")
     if _is_recurrent(leaf.paths[0][-1]):
@@ -268,12 +271,12 @@ def _qkv(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
     )
 
 
-def _gate_up(leaf: Leaf, view: MatrixView, transposed: bool) -> _Fusion:
+def _gate_up(leaf: Leaf, view: MatrixView, rule: Rule, transposed: bool) -> _Fusion:
     """Two equal parts, where the dimension of the outputs is known."""
     is_stack = len(leaf.shape) > 2 and not leaf.is_in(*CONVOLUTIONS)
-    if is_stack and not transposed and _experts_transposed(leaf) is None:
+    if is_stack and not transposed and rule.transposed is None and _experts_transposed(leaf) is None:
         reason = "gate and up are fused, and no neighbouring down projection tells along which dimension"
-        raise Refusal(reason, *_stacks(leaf))
+        raise Refusal(reason, *_stacks(leaf, rule))
     return _halves(view, transposed, "gate and up")
 
 
