@@ -208,6 +208,7 @@ def test_a_state_of_which_something_is_missing(make: Any, impl: Any, missing: st
     params, optimizer = stepped(make, impl)
     give_gradients(*params)
     del optimizer.state[params[1]][missing]
+    optimizer.state[params[1]][7] = "a key that is no text"
     assert_refused(
         optimizer,
         params,

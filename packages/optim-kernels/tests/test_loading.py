@@ -93,7 +93,7 @@ def test_a_state_that_lacks_something_is_refused_and_leaves_the_optimizer(kind: 
     for key in needed:
         saved = copy.deepcopy(optimizer.state_dict())
         del saved["state"][0][key]
-        saved["state"][0]["foreign"] = 1.0
+        saved["state"][0] |= {"foreign": 1.0, 7: "no text"}
         with pytest.raises(ValueError, match=rf"the loaded state of param_groups\[0\].* needs {key} "):
             optimizer.load_state_dict(saved)
     torch.testing.assert_close(optimizer.state_dict()["state"], before, rtol=0, atol=0)

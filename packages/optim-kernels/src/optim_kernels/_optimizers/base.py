@@ -161,7 +161,7 @@ class StatefulOptimizer(Optimizer):
                 missing = [key for key in needed if key not in saved] if saved else []
                 if missing:
                     raise ValueError(
-                        f"the loaded state of {names[param]} has {sorted(saved)}, but needs {' and '.join(missing)} "
+                        f"the loaded state of {names[param]} has {list(saved)}, but needs {' and '.join(missing)} "
                         "too; load the state of an optimizer of this kind"
                     )
 

@@ -103,7 +103,7 @@ def what_is_missing(state: Mapping[str, Any], needed: Sequence[str]) -> str | No
     if not missing:
         return None
     return (
-        f"its state has {sorted(state)}, but needs {' and '.join(missing)} too; add what is missing, or delete the "
+        f"its state has {list(state)}, but needs {' and '.join(missing)} too; add what is missing, or delete the "
         "state to start anew"
     )
 

@@ -38,7 +38,7 @@ def _stack_group(state: dict[Any, Any], ids: list[Any], index: int) -> None:
     entries = [state.pop(i) for i in ids if i in state]
     if not entries:
         return
-    formats = {", ".join(_format(key, value) for key, value in sorted(entry.items())) for entry in entries}
+    formats = {", ".join(_format(key, value) for key, value in sorted(entry.items(), key=str)) for entry in entries}
     are_tensors = all(isinstance(value, Tensor) for value in ({"momentum_buffer": None} | entries[0]).values())
     if len(entries) != len(ids) or len(formats) != 1 or not are_tensors or entries[0]["momentum_buffer"].ndim != 2:
         raise ValueError(
