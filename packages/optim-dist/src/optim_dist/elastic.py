@@ -157,7 +157,6 @@ class Run:
         If none is complete, the newest of all: loading it says what is missing. None if there is none.
         """
         failed = f"training was not resumed from {self.directory}"
-        newest: Path | None = None
         with raised_together(communicator, failed):
             for unfinished in self.directory.glob(".step-*.tmp"):  # of a save that was killed
                 remove(unfinished)
@@ -170,10 +169,9 @@ class Run:
             _logger.warning(
                 "%s is not complete, and left out: %s", self.directory / candidate, "; ".join(found.problems)
             )
-            older: list[str] = []
             with raised_together(communicator, failed):
                 own = [f.name for f in self.directory.glob("step-*") if _NAME.fullmatch(f.name)]
-                older += [name for name in own if _by_age(name) < _by_age(candidate)]
+                older = [name for name in own if _by_age(name) < _by_age(candidate)]
             candidate = max(communicator.gather_json(max(older, key=_by_age, default="")), key=_by_age)
         return self.directory / first if first else None
 

@@ -118,9 +118,7 @@ class BackwardReduction(Reduction):
 
     build = staticmethod(build_bucket)
 
-    def __init__(
-        self, accumulation_steps: int | None, overlap: bool, ranks: Sequence[int], *, by_copies: bool = False
-    ) -> None:
+    def __init__(self, accumulation_steps: int | None, overlap: bool, ranks: Sequence[int], *, by_copies: bool) -> None:
         knows_last_pass = overlap and accumulation_steps is not None
         super().__init__(accumulation_steps or 1, ranks, knows_last_pass=knows_last_pass, by_copies=by_copies)
         self.buckets: list[Bucket] = []

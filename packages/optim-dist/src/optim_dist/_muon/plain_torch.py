@@ -37,26 +37,21 @@ def takes_part(item: Item) -> bool:
 def momenta(items: Sequence[Item], context: StepContext, us: Sequence[Tensor]) -> None:
     """Update every shard's momentum by its gradient, and write each shard's U, zeros for a matrix left alone."""
     factor = gradient_scale(context.factor, context.grad_scale)
-    taking_part, u_of, left_alone = [], {}, []
-    for item, u in zip(items, us, strict=True):
-        if takes_part(item):
-            taking_part.append(item)
-            u_of[item.shard.index] = u
-        else:
-            left_alone.append(u)
-    if left_alone:
+    pairs = list(zip(items, us, strict=True))
+    if left_alone := [u for item, u in pairs if not takes_part(item)]:
         torch._foreach_zero_(left_alone)
-    for some in alike(taking_part, _kind_of_momentum, _numel):
-        group, buffers = some[0].group, Joined([item.state["momentum_buffer"] for item in some])
+    taking_part = [(item, u) for item, u in pairs if takes_part(item)]
+    for some in alike(taking_part, lambda pair: _kind_of_momentum(pair[0]), lambda pair: _numel(pair[0])):
+        group, buffers = some[0][0].group, Joined([item.state["momentum_buffer"] for item, _ in some])
         u = momentum_(
-            Joined([item.shard.gradient_or_zeros for item in some]).flat,
+            Joined([item.shard.gradient_or_zeros for item, _ in some]).flat,
             buffers.flat,
             momentum=group["momentum"],
             rule=rule_of(group),
             clip_factor=factor,
         )
         buffers.put_back()
-        torch._foreach_copy_([u_of[item.shard.index] for item in some], buffers.split(u))
+        torch._foreach_copy_([target for _, target in some], buffers.split(u))
 
 
 def apply_updates(items: Sequence[Item], views: Sequence[MatrixView], updates: Sequence[Tensor]) -> None:

@@ -76,7 +76,7 @@ class PlannedOptimizer(LiveOptimizer):
         """The group, with defaults that depend on its kind or variant."""
         return group
 
-    def _check_group(self, group: dict[str, Any], *, stepped: bool = False) -> None:
+    def _check_group(self, group: dict[str, Any], *, stepped: bool) -> None:
         self._routes[self._route_name(group)].check_group(group, stepped=stepped)
 
     def _connect(self) -> None:
@@ -247,7 +247,7 @@ class PlannedOptimizer(LiveOptimizer):
         try:
             super().add_param_group(self._completed(construction.without_duplicates([group])[0]))
             construction.check_not_clipped(self.param_groups[-1])
-            self._check_group(self.param_groups[-1])
+            self._check_group(self.param_groups[-1], stepped=False)
             self._views(self.param_groups[-1])
         except KeyError as error:
             raise KeyError(

@@ -80,8 +80,8 @@ def check_keys(state: Mapping[str, Tensor], name: str, *, in_parts: bool) -> Non
     for key, value in state.items():
         if key not in _CUT_LIKE_PARAMETERS and (in_parts or isinstance(value, DTensor)):
             raise ValueError(
-                f"the state of {name} has {key}, of which nobody knows how the parts of ranks belong together; keep it "
-                "elsewhere (in the group, say)"
+                f"the state of {name} has {key}, of which nobody knows how the parts of ranks belong together; "
+                "delete it, or keep it elsewhere (in the group, say)"
             )
 
 

@@ -39,12 +39,10 @@ def full_state_dict(optimizer: LiveOptimizer, what: str, to_chunk: int = 0) -> d
     Collective; ``what`` is what errors call it.
     """
     communicator = optimizer.communicator
-    mine: dict[int, dict[str, Any]] = {}
-    groups: list[dict[str, Any]] = []
     with refused_together(f"{what} gathered nothing", communicator):
-        mine |= {shard.index: optimizer.kept_state(shard) for shard in optimizer.shards()}
+        mine = {shard.index: optimizer.kept_state(shard) for shard in optimizer.shards()}
         # groups are copied with their tensors: schedulers change an lr in place
-        groups += copy.deepcopy(packed_groups(optimizer))
+        groups = copy.deepcopy(packed_groups(optimizer))
     specs = optimizer.plan.parameters
     cut_entries = {specs[index].name: sorted(state) for index, state in mine.items() if specs[index].sharding}
     check_same_entries(cut_entries, f"{what} gathered nothing", communicator)

@@ -224,12 +224,9 @@ class Communicator:
         """``value`` of every rank, in rank order; JSON, so that nothing is unpickled."""
         if self.world_size == 1:
             return [value]
-        payload = torch.frombuffer(bytearray(json.dumps(value).encode() or b" "), dtype=torch.uint8)
-        sizes = (
-            self.gather_message(torch.tensor([payload.numel()], dtype=torch.int64, device=self.device))
-            .flatten()
-            .tolist()
-        )
+        payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        size = torch.tensor([payload.numel()], dtype=torch.int64, device=self.device)
+        sizes = self.gather_message(size).flatten().tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
         padded[: payload.numel()] = payload.to(self.device)
         rows = self.gather_message(padded).cpu()
