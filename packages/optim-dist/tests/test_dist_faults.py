@@ -284,12 +284,18 @@ def hold_what_is_its_own(rank, world_size, folder):
     checkpoint.load(f"{folder}/x", None, optimizer)
     assert all(torch.equal(state["mine"], mine) for state in optimizer.state.values() if state)
     optimizer.state[cut]["mine"] = torch.zeros_like(cut)
-    with pytest.raises(RuntimeError, match="rank 0: ValueError: the state of cut has mine, of which nobody knows"):
+    a_full_state(optimizer, folder)
+    a_plan(optimizer, folder)
+    with pytest.raises(RuntimeError, match="rank 0: ValueError: the state of cut has mine, a DTensor, but checkpoints"):
         a_save(optimizer, f"{folder}/more")
     del optimizer.state[cut]["mine"]
     optimizer.state[cut]["value"] = mine
     with pytest.raises(RuntimeError, match="rank 0: ValueError: the state of cut has 'value', as checkpoints call"):
         a_save(optimizer, f"{folder}/more")
+    optimizer.state[cut][3] = optimizer.state[cut].pop("value")
+    for call in (a_save, a_full_state, a_plan):
+        with pytest.raises((ValueError, RuntimeError), match="the state of cut has an entry 3, but names are texts"):
+            call(optimizer, f"{folder}/more")
 
 
 def test_what_a_user_has_added_to_a_state_that_is_whole_is_kept(tmp_path):

@@ -358,6 +358,15 @@ def test_hooks_see_a_loaded_state_as_it_stays():
     assert found == [torch.float32]
 
 
+@pytest.mark.parametrize("name", CLASSES)
+def test_states_with_keys_that_are_no_texts_are_refused_by_name(name):
+    optimizer = CLASSES[name](nn.Parameter(torch.ones(16, 8)))
+    state = {**optimizer.state_dict(), "state": {0: {3: torch.ones(16, 8), "x": torch.ones(())}}}
+    for load in (optimizer.load_state_dict, optimizer.load_full_state_dict):
+        with pytest.raises(ValueError, match=r"state to load of w has 3, x, but (AdamW|Muon) needs "):
+            load(state)
+
+
 def test_flat_states_are_told_from_others():
     """As torch's get_optimizer_state_dict gives them with ``flatten_optimizer_state_dict=True``."""
     optimizer = stepped(CLASSES["AdamW"], nn.Parameter(torch.ones(3)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from optim_dist._checkpoint.codes import in_files, join_codes, whole_shape
 from optim_dist._checkpoint.common import without_numpy_scalars
@@ -77,6 +78,11 @@ def own_parts(
         for key, value in sorted(tensors.items()):  # in one order on all ranks
             if key in (VALUE, *ELEMENTWISE_KEYS):
                 cut.append(Part(spec.name, key, local(value).detach(), spec.shape))
+            elif isinstance(value, DTensor):
+                raise ValueError(
+                    f"the state of {spec.name} has {key}, a DTensor, but checkpoints cut only moments and masters as "
+                    "parameters; delete it, or keep it in the model, as a buffer"
+                )
             elif pieces_of(optimizer, shard.index)[0].rank == optimizer.communicator.rank:
                 parts.setdefault(spec.name, {})[key] = to_host(in_memory_order(local(value).detach()))
     return parts, cut

@@ -138,23 +138,26 @@ def check_kept(state: Mapping[str, Any], shard: Shard, route: RouteName) -> None
         if len(set(shapes)) > 1:
             raise ValueError(f"the loaded {key} of {shard.name} has shape {shapes[0]} here, its parameter {shapes[1]}")
     # one without moments is another update's, of a parameter that has changed groups
-    missing = [key for key in NEEDED_KEYS[route] if key not in state]
-    if missing and ({*NEEDED_KEYS[route]} - {"step"}) & state.keys():
-        raise ValueError(
-            f"the state of {shard.name} has {', '.join(sorted(state))}, but {_UPDATE_NAMES[route]} needs "
-            f"{' and '.join(missing)}; add what is missing, or delete the state to start anew"
-        )
+    lack = _lack(state, route)
+    if lack and ({*NEEDED_KEYS[route]} - {"step"}) & state.keys():
+        raise ValueError(f"the state of {shard.name} {lack}; add what is missing, or delete the state to start anew")
 
 
 def _lacking(state: Mapping[str, Any], entry: Entry) -> str:
     """Why the entry's update cannot use a state, as its keys are another optimizer's; empty if it can."""
-    missing = [key for key in NEEDED_KEYS[entry.route] if key not in state]
-    if not state or not missing:
+    lack = _lack(state, entry.route)
+    if not state or not lack:
         return ""
-    return (
-        f"the state to load of {entry.name} has {', '.join(sorted(state))}, but {_UPDATE_NAMES[entry.route]} needs "
-        f"{' and '.join(missing)}; load the state of an optimizer of this kind"
-    )
+    return f"the state to load of {entry.name} {lack}; load the state of an optimizer of this kind"
+
+
+def _lack(state: Mapping[str, Any], route: RouteName) -> str:
+    """What a state lacks that the update needs, and has instead; empty if it lacks nothing."""
+    missing = [key for key in NEEDED_KEYS[route] if key not in state]
+    if not missing:
+        return ""
+    has = ", ".join(sorted(map(str, state)))  # keys that others have put there may be no texts
+    return f"has {has}, but {_UPDATE_NAMES[route]} needs {' and '.join(missing)}"
 
 
 def _fault_of(value: Tensor, parameter: Tensor) -> str:

@@ -141,8 +141,8 @@ class StatefulOptimizer(PlannedOptimizer):
         if kept:
             loaded_state.check_kept(kept, shard, spec.route)
             states.check_tensors(kept, shard.name)
-            if self.communicator.world_size > 1:
-                states.check_keys(kept, shard.name, in_parts=spec.route == "adamw" and not spec.sharding)
+            if self.communicator.world_size > 1 and spec.route == "adamw" and not spec.sharding:
+                states.check_keys(kept, shard.name)
         return kept
 
     def _check_states(self) -> None:

@@ -13,7 +13,6 @@ from itertools import chain
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from optim_dist._optimizers.layouts import local
@@ -23,8 +22,6 @@ from optim_kernels.multi_tensor import is_dense
 from optim_kernels.states import ELEMENTWISE_KEYS
 from optim_utils.low_bit import LowBitTensor, from_plain
 
-# the entries of which every rank with a part of the parameter has its part, or the same number
-_CUT_LIKE_PARAMETERS = {"step", *ELEMENTWISE_KEYS}
 # attributes of torch's optimizers
 _LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 # `optim_utils.attach_state_dict_hooks` replaces this method by one that counts on a hook of its own
@@ -66,8 +63,13 @@ def without_hooks(optimizer: Optimizer) -> Iterator[None]:
 
 
 def check_tensors(state: Mapping[str, Any], name: str) -> None:
-    """Refuse entries of a parameter's state that are no tensors: what ranks put together are parts of tensors."""
+    """Refuse entries of a parameter's state that are no tensors with names, which alone ranks can put together."""
     for key, value in state.items():
+        if not isinstance(key, str):
+            raise ValueError(
+                f"the state of {name} has an entry {key!r}, but names are texts where it is saved and moved between "
+                "ranks; rename it, or keep it in the group"
+            )
         if not isinstance(value, Tensor):
             raise ValueError(
                 f"the state of {name} has {key}={value!r}, but can be saved and moved between ranks only if it holds "
@@ -75,14 +77,13 @@ def check_tensors(state: Mapping[str, Any], name: str) -> None:
             )
 
 
-def check_keys(state: Mapping[str, Tensor], name: str, *, in_parts: bool) -> None:
-    """Refuse a user's own entries of which ranks have parts: in a state ``in_parts`` any, else DTensors."""
-    for key, value in state.items():
-        if key not in _CUT_LIKE_PARAMETERS and (in_parts or isinstance(value, DTensor)):
-            raise ValueError(
-                f"the state of {name} has {key}, of which nobody knows how the parts of ranks belong together; "
-                "delete it, or keep it elsewhere (in the group, say)"
-            )
+def check_keys(state: Mapping[str, Tensor], name: str) -> None:
+    """Refuse a user's own entries in a state of which several ranks have parts."""
+    for key in state.keys() - {"step", *ELEMENTWISE_KEYS}:
+        raise ValueError(
+            f"the state of {name} has {key}, of which nobody knows how the parts of ranks belong together; delete it, "
+            "or keep it elsewhere (in the group, say)"
+        )
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
