@@ -310,9 +310,13 @@ def lose_a_group(rank, world_size, folder):
     for call, name in ((checkpoint.save, "new"), (checkpoint.load, "whole")):
         with pytest.raises(RuntimeError, match=r"rank 0: RuntimeError: param_groups\[1\] was exchanged after"):
             call(f"{folder}/{name}", None, optimizer)
+    for call in (a_full_state, a_consolidation):
+        with pytest.raises(RuntimeError, match=r"param_groups\[1\] was exchanged after"):
+            call(optimizer, folder)
     if lost is not None:
         optimizer.param_groups.append(lost)
     checkpoint.save(f"{folder}/new", None, optimizer)
+    a_full_state(optimizer, folder)
 
 
 def test_a_checkpoint_without_a_group_is_not_saved(tmp_path):

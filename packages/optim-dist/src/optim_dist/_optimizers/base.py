@@ -152,7 +152,7 @@ class DistOptimizer(StatefulOptimizer):
         """Phases 1 and 2, once a step: agree on which gradients exist, launch every reduction."""
         self.check_open()
         self.communicator.check_ranks()
-        step_checks.check_listed(self.param_groups, self._listed)
+        self.check_listed()
         self._places.check()
         self._planned_views.check(self.param_groups, self._views)
         self._group_checks.check(self.param_groups, self._routes_of_groups)

@@ -17,16 +17,15 @@ from torch.optim import AdamW, Muon
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard, make_shard
 from optim_dist._optimizers.state_part import StatePart
-from optim_dist._optimizers.states import as_numbers, check_tensors, numbers_in_groups
+from optim_dist._optimizers.states import as_numbers, check_tensors
 from optim_dist.plan import ParameterSpec, RouteName
 
 
 def complete_state(optimizer: LiveOptimizer) -> dict[int, dict[str, Any]]:
     """This rank's view of the state of every parameter, keyed by number in torch's form; missing state is made."""
-    numbers, plan = numbers_in_groups(optimizer), optimizer.plan
     mine = {shard.index: shard for shard in optimizer.shards()}
     found = {}
-    for index, (spec, entry) in enumerate(zip(plan.parameters, optimizer.entries)):
+    for index, (spec, entry) in enumerate(zip(optimizer.plan.parameters, optimizer.entries)):
         shard = mine.get(index)
         if shard is not None:
             state = optimizer.completed_state(shard)
@@ -37,7 +36,7 @@ def complete_state(optimizer: LiveOptimizer) -> dict[int, dict[str, Any]]:
         if not spec.sharding:
             device = optimizer.communicator.device
             state = {key: _wrapped(as_numbers(value), spec, shard, device) for key, value in state.items()}
-        found[numbers[id(entry.parameter)]] = dict(state)
+        found[entry.number] = dict(state)
     return found
 
 
@@ -47,12 +46,11 @@ def unwrapped_state(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> dic
     Raises:
         ValueError: for parts of another plan or rank, and for a state that was never cut.
     """
-    numbers = numbers_in_groups(optimizer)
     saved_numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     mine = {shard.index: shard for shard in optimizer.shards()}
     state = dict(state_dict["state"])
     for index, (spec, entry) in enumerate(zip(optimizer.plan.parameters, optimizer.entries)):
-        place = numbers[id(entry.parameter)]
+        place = entry.number
         if place < len(saved_numbers) and index in mine and state.get(saved_numbers[place]) == {}:
             raise ValueError(
                 f"the state to load of {entry.name} is empty: of a flattened state torch's set_optimizer_state_dict "

@@ -34,6 +34,10 @@ class LiveOptimizer(Optimizer):
         """The layout of each DTensor of several ranks, keyed by its index in the plan."""
         raise NotImplementedError
 
+    def check_listed(self) -> None:
+        """Refuse groups that list other parameters than when they were planned."""
+        raise NotImplementedError
+
     def shards(self) -> list[Shard]:
         """What this rank updates, in the order of the plan."""
         raise NotImplementedError

@@ -21,7 +21,7 @@ from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.layouts import layout_of, local
 from optim_dist._optimizers.live import LiveOptimizer
 from optim_dist._optimizers.shards import Shard
-from optim_dist._optimizers.states import make_codes_numbers, numbers_in_groups
+from optim_dist._optimizers.states import make_codes_numbers
 from optim_dist.plan import Plan, RouteName
 from optim_kernels.functional import new_second_moment
 from optim_kernels.states import ELEMENTWISE_KEYS, check_loaded, with_dtypes
@@ -63,9 +63,8 @@ def check_states(optimizer: LiveOptimizer, state_dict: dict[str, Any]) -> None:
     State of parameters in buckets is in parts, which fit if their plan does (``check_stamp``).
     """
     saved_ids = [*chain.from_iterable(group["params"] for group in state_dict["param_groups"])]
-    numbers = numbers_in_groups(optimizer)
     for entry in optimizer.entries:
-        parameter, place = entry.parameter, numbers[id(entry.parameter)]
+        parameter, place = entry.parameter, entry.number
         # if there are fewer, torch's own error says so
         state = state_dict["state"].get(saved_ids[place], {}) if place < len(saved_ids) else {}
         is_cut = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1

@@ -298,9 +298,12 @@ class PlannedOptimizer(LiveOptimizer):
 
     def check_places(self) -> None:
         """Refuse what is not where it was planned: parameters in groups, in buckets and, with ``model=``, in it."""
-        step_checks.check_listed(self.param_groups, self._listed)
+        self.check_listed()
         self._places.check()
         self._bucketed.check_pointers()
+
+    def check_listed(self) -> None:
+        step_checks.check_listed(self.param_groups, self._listed)
 
     def agree_between_steps(self) -> bool:
         """Whether no gradient has arrived since the last step, or all were dropped again. Collective."""

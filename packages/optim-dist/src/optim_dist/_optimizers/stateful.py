@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from optim_dist._optimizers import interchange, loaded_state, parameter_checks, states, step_checks, whole_state
+from optim_dist._optimizers import interchange, loaded_state, parameter_checks, states, whole_state
 from optim_dist._optimizers.consolidation import IS_WHOLE, Consolidated, consolidate
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.followed_masters import FollowedMasters
@@ -190,7 +190,7 @@ class StatefulOptimizer(PlannedOptimizer):
         codes are copied as the fp32 numbers they stand for, which become the same codes again when they are loaded.
         """
         self.check_open()
-        step_checks.check_listed(self.param_groups, self._listed)
+        self.check_listed()
         whole = None if self._consolidated is None else self._consolidated.current()
         self.wait()
 
@@ -200,11 +200,10 @@ class StatefulOptimizer(PlannedOptimizer):
             elif self.communicator.world_size > 1:
                 content["state"] = interchange.complete_state(self)
             else:
-                numbers, kept = states.numbers_in_groups(self), content["state"]
+                kept = content["state"]
                 for shard in self.shards():
-                    number = numbers[id(shard.parameter)]
-                    if number in kept:
-                        kept[number] = self._masters.followed(shard, kept[number])
+                    if shard.number in kept:
+                        kept[shard.number] = self._masters.followed(shard, kept[shard.number])
                 states.make_codes_numbers(content)
             routes = map(self._route_name, self.param_groups)
             content["param_groups"] = [
@@ -225,7 +224,7 @@ class StatefulOptimizer(PlannedOptimizer):
         Or the whole state that ``consolidate_state_dict`` has gathered: every rank passes the same and keeps its part.
         """
         self.check_open()
-        step_checks.check_listed(self.param_groups, self._listed)
+        self.check_listed()
         with loaded_state.converted(self, self._fitting, self._note_loaded):
             super().load_state_dict(state_dict)
 

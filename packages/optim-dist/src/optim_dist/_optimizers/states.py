@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
+from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -35,19 +35,10 @@ def stamped(state_dict: dict[str, Any], plan: Plan, rank: int) -> dict[str, Any]
     return state_dict
 
 
-def numbers_in_groups(optimizer: Optimizer) -> dict[int, int]:
-    """The number of every parameter in torch's state dict, keyed by the parameter's ``id``."""
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    return {id(parameter): place for place, parameter in enumerate(parameters)}
-
-
 def packed_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The groups as in torch's state dict, with numbers for parameters, whatever hooks of the user's make of that."""
-    numbers = numbers_in_groups(optimizer)
-    return [
-        {**group, "params": [numbers[id(parameter)] for parameter in group["params"]]}
-        for group in optimizer.param_groups
-    ]
+    numbers = count()
+    return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
 
 
 @contextmanager

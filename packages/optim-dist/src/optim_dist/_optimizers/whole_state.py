@@ -21,7 +21,6 @@ from optim_dist._optimizers.shards import Shard
 from optim_dist._optimizers.states import (
     as_numbers,
     in_memory_order,
-    numbers_in_groups,
     packed_groups,
     stamped,
 )
@@ -40,6 +39,7 @@ def full_state_dict(optimizer: LiveOptimizer, what: str, to_chunk: int = 0) -> d
     """
     communicator = optimizer.communicator
     with refused_together(f"{what} gathered nothing", communicator):
+        optimizer.check_listed()
         mine = {shard.index: optimizer.kept_state(shard) for shard in optimizer.shards()}
         # groups are copied with their tensors: schedulers change an lr in place
         groups = copy.deepcopy(packed_groups(optimizer))
@@ -59,7 +59,6 @@ def _whole_states(
     plan, communicator = optimizer.plan, optimizer.communicator
     plain = {str(index): _described(state) for index, state in mine.items() if not plan.parameters[index].sharding}
     described = communicator.gather_json(plain)
-    numbers = numbers_in_groups(optimizer)
     states: dict[int, dict[str, Tensor | None]] = {}
     for index, (spec, entry) in enumerate(zip(plan.parameters, optimizer.entries)):
         if spec.sharding:
@@ -72,7 +71,7 @@ def _whole_states(
             for key, form in described[plan.ranges(index)[0].rank].get(str(index), {}).items():
                 whole[key] = _gathered(key, form, mine.get(index, {}).get(key), optimizer, index, to_chunk)
         if whole and communicator.rank == to_chunk:
-            states[numbers[id(entry.parameter)]] = whole
+            states[entry.number] = whole
     return states
 
 
