@@ -310,9 +310,12 @@ def lose_a_group(rank, world_size, folder):
     for call, name in ((checkpoint.save, "new"), (checkpoint.load, "whole")):
         with pytest.raises(RuntimeError, match=r"rank 0: RuntimeError: param_groups\[1\] was exchanged after"):
             call(f"{folder}/{name}", None, optimizer)
-    for call in (a_full_state, a_consolidation):
+    for call in (a_full_state, a_consolidation, a_group):
         with pytest.raises(RuntimeError, match=r"param_groups\[1\] was exchanged after"):
             call(optimizer, folder)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"param_groups\[1\] was exchanged after"):
+            optimizer.load_full_state_dict({"state": {}, "param_groups": [{"params": [0]}]})
     if lost is not None:
         optimizer.param_groups.append(lost)
     checkpoint.save(f"{folder}/new", None, optimizer)

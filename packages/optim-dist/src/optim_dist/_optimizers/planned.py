@@ -233,6 +233,7 @@ class PlannedOptimizer(LiveOptimizer):
         before = len(self.param_groups)
         try:
             with agreement.refused_together("the group was not added", self.communicator):
+                self.check_listed()  # which would be taken for what was planned
                 self._append_group(param_group)
                 found = self._find_entries(first_group=before)
             self._extend(found)

@@ -314,6 +314,7 @@ class StatefulOptimizer(PlannedOptimizer):
 
     def own_part(self, full: dict[str, Any]) -> dict[str, Any]:
         """What ``load_full_state_dict`` takes over on this rank; a ValueError if the state does not fit."""
+        self.check_listed()
         return whole_state.cut_full_state_dict(self, loaded_state.adapted(self, full))
 
 
