@@ -331,6 +331,14 @@ def test_products_of_words_are_of_64_bits() -> None:
         philox_2x32((torch.arange(4), 0), narrow)
 
 
+@pytest.mark.parametrize("shape", [np.array([2, 3]), range(2, 4), [np.int8(2), torch.tensor(3)]], ids=str)
+def test_a_shape_is_any_sequence_of_integers(shape: Any) -> None:
+    packed = partial(packed_philox_uint16, stream=0, step=1)
+    assert torch.equal(packed(1, 2, shape), packed(1, 2, (2, 3)))
+    assert torch.equal(philox_uint32(1, 2, shape), philox_uint32(1, 2, (2, 3)))
+    assert random_bits(shape).shape == (2, 3)
+
+
 def test_an_offset_is_the_place_of_the_first_element() -> None:
     # one number for each element would be added to their places, silently
     for offset in (torch.arange(2), torch.tensor(1.0), 1.5, "1"):

@@ -123,8 +123,8 @@ def _indices(offset: Word, count: int, device: torch.device | str | None) -> Ten
     return torch.arange(count, dtype=torch.int64, device=device) + offset
 
 
-def _numel(shape: int | Sequence[int]) -> int:
-    return math.prod(sizes_of((shape,) if isinstance(shape, int) else shape))
+def _sizes(shape: int | Sequence[int]) -> tuple[int, ...]:
+    return sizes_of((shape,) if isinstance(shape, int) else shape)
 
 
 def philox_uint32(
@@ -132,16 +132,17 @@ def philox_uint32(
 ) -> Tensor:
     """The plain stream: one random word (int64, in [0, 2**32)) for each of the elements offset, offset + 1, ..."""
     offset = _wide(offset, "offset")
-    count = _numel(shape)
+    sizes = _sizes(shape)
+    count = math.prod(sizes)
 
     def words(start: int, stop: int) -> Tensor:
         return philox_words(seed, _indices(offset + start, stop - start, device))
 
     if torch.compiler.is_compiling() or torch.empty(0, device=device).device.type != "cpu":
-        return words(0, count).view(shape)
+        return words(0, count).view(sizes)
     # The ten rounds make about a hundred passes over the words: in pieces, these stay in a CPU's cache.
     pieces = [words(start, min(start + _PIECE, count)) for start in range(0, max(count, 1), _PIECE)]
-    return torch.cat(pieces).view(shape)
+    return torch.cat(pieces).view(sizes)
 
 
 def philox_words(seed: Word, index: Tensor) -> Tensor:
@@ -170,7 +171,8 @@ def packed_philox_uint16(
     """
     key = _words(seed, "seed")[0], _words(parameter_index, "parameter_index")[0]
     first: Any = _wide(offset, "offset")
-    count = _numel(shape)
+    sizes = _sizes(shape)
+    count = math.prod(sizes)
     first_block = first // 8
     num_blocks = (first + count + 7) // 8 - first_block
     block = _indices(first_block, num_blocks, device)
@@ -178,7 +180,7 @@ def packed_philox_uint16(
     words = torch.stack(philox_4x32(counter, key), dim=-1)
     halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)  # [block, word, half]
     skip = first - 8 * first_block
-    return halves.view(-1)[skip : skip + count].to(torch.int32).view(shape)
+    return halves.view(-1)[skip : skip + count].to(torch.int32).view(sizes)
 
 
 def random_bits(
@@ -194,14 +196,15 @@ def random_bits(
         if generator is not None:
             raise ValueError("random bits come from a seed or a generator, got both")
         return (philox_uint32(seed, offset, shape, device) & 0xFFFF).to(torch.int32)
-    count = _numel(shape)
+    sizes = _sizes(shape)
+    count = math.prod(sizes)
     if generator is None and torch.compiler.is_compiling():
         low, high = _words(_draws(1, device, None).view(()), "seed")
         index = _indices(0, count, device)
-        return (philox_2x32((index & _WORD, (index >> 32) ^ high), low)[0] & 0xFFFF).to(torch.int32).view(shape)
+        return (philox_2x32((index & _WORD, (index >> 32) ^ high), low)[0] & 0xFFFF).to(torch.int32).view(sizes)
     # Four elements share a draw: drawing costs more than all the rest.
     draws = _draws(-(-count // 4), device, generator)
-    return (draws.view(torch.int16)[:count].to(torch.int32) & 0xFFFF).view(shape)
+    return (draws.view(torch.int16)[:count].to(torch.int32) & 0xFFFF).view(sizes)
 
 
 def _draws(count: int, device: torch.device | str | None, generator: torch.Generator | None) -> Tensor:
