@@ -17,7 +17,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from operator import is_, methodcaller
 from types import TracebackType
-from typing import Any, ClassVar, Literal, get_type_hints, overload
+from typing import Any, ClassVar, Literal, cast, get_type_hints, overload
 
 import torch
 from torch import Tensor
@@ -136,7 +136,7 @@ class QuantizedTensorList(OptimizerModule):
         if self.quantized_dtype == self.computation_dtype:
             return self.quantized_value_list
         if isinstance(self.quantized_dtype, LowBitFormat):
-            return decode_many([_low_bit(value) for value in self.quantized_value_list], self.computation_dtype)
+            return decode_many(cast(Sequence[LowBitTensor], self.quantized_value_list), self.computation_dtype)
         stored = self.quantized_value_list
         if torch.compiler.is_compiling():
             return tuple(value.to(self.computation_dtype) for value in stored)
@@ -179,7 +179,8 @@ class QuantizedTensorList(OptimizerModule):
         stochastic = self.rounding == "stochastic"
         generator = self.generator if stochastic else None
         if isinstance(self.quantized_dtype, LowBitFormat):
-            encode_many([_low_bit(value) for value in targets], numbers, stochastic=stochastic, generator=generator)
+            coded = cast(Sequence[LowBitTensor], targets)
+            encode_many(coded, numbers, stochastic=stochastic, generator=generator)
         elif stochastic and self.quantized_dtype.itemsize == 2:
             round_many(targets, numbers, generator=generator)
         else:
@@ -354,11 +355,6 @@ def _local_part(quantized: QuantizedTensor) -> tuple[Tensor, Tensor | None, Tens
     elif info is not None:
         values = info.get_tensor(values)
     return values, quantized.min_value, quantized.max_value
-
-
-def _low_bit(value: Tensor) -> LowBitTensor:
-    assert isinstance(value, LowBitTensor)
-    return value
 
 
 def _to_storage(value: Tensor, quantized_dtype: torch.dtype | LowBitFormat) -> Tensor:
