@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -30,6 +30,22 @@ from optim_redist.program import Program, compile
 _programs: Recent[tuple[object, Program]] = Recent(1024)
 
 
+class _Options(TypedDict, total=False):
+    """The options beside ``async_op``, which decides what is returned."""
+
+    group: ProcessGroup | None
+    out: Tensor | None
+    dtype: torch.dtype | None
+    device: torch.device | None
+    cost_model: CommModel | None
+    topology: Topology | None
+    memory_limit: int | None
+    donate: bool
+    copy: bool
+    grad: GradientRule
+    partial_init: PartialInit
+
+
 @overload
 def redistribute_local(
     tensor: Tensor | None,
@@ -37,18 +53,8 @@ def redistribute_local(
     src: Layout,
     dst: Layout,
     *,
-    group: ProcessGroup | None = ...,
-    out: Tensor | None = ...,
-    dtype: torch.dtype | None = ...,
-    device: torch.device | None = ...,
     async_op: Literal[False] = ...,
-    cost_model: CommModel | None = ...,
-    topology: Topology | None = ...,
-    memory_limit: int | None = ...,
-    donate: bool = ...,
-    copy: bool = ...,
-    grad: GradientRule = ...,
-    partial_init: PartialInit = ...,
+    **options: Unpack[_Options],
 ) -> Tensor | None: ...
 
 
@@ -59,18 +65,8 @@ def redistribute_local(
     src: Layout,
     dst: Layout,
     *,
-    group: ProcessGroup | None = ...,
-    out: Tensor | None = ...,
-    dtype: torch.dtype | None = ...,
-    device: torch.device | None = ...,
     async_op: Literal[True],
-    cost_model: CommModel | None = ...,
-    topology: Topology | None = ...,
-    memory_limit: int | None = ...,
-    donate: bool = ...,
-    copy: bool = ...,
-    grad: GradientRule = ...,
-    partial_init: PartialInit = ...,
+    **options: Unpack[_Options],
 ) -> Handle[Tensor | None]: ...
 
 
@@ -81,18 +77,8 @@ def redistribute_local(
     src: Layout,
     dst: Layout,
     *,
-    group: ProcessGroup | None = ...,
-    out: Tensor | None = ...,
-    dtype: torch.dtype | None = ...,
-    device: torch.device | None = ...,
     async_op: bool,
-    cost_model: CommModel | None = ...,
-    topology: Topology | None = ...,
-    memory_limit: int | None = ...,
-    donate: bool = ...,
-    copy: bool = ...,
-    grad: GradientRule = ...,
-    partial_init: PartialInit = ...,
+    **options: Unpack[_Options],
 ) -> Tensor | Handle[Tensor | None] | None: ...
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Hashable, Mapping, Sequence
 from numbers import Real
-from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -59,93 +59,60 @@ class Item(NamedTuple):
 _many_programs: Recent[tuple[object, ManyProgram]] = Recent(_CACHE_SIZE)
 
 
+class _Options(TypedDict, total=False):
+    """The options beside ``async_op``, which decides what is returned."""
+
+    bucket_bytes: int
+    memory_limit: int | None
+    donate: bool
+    group: ProcessGroup | None
+    cost_model: CommModel | None
+    partial_init: PartialInit
+
+
+_Named = Mapping[Name, Item | tuple[Any, ...]]
+_Listed = Sequence[Item | tuple[Any, ...]]
+
+
 @overload
 def redistribute_many(
-    items: Mapping[Name, Item | tuple[Any, ...]],
-    *,
-    bucket_bytes: int = ...,
-    memory_limit: int | None = ...,
-    donate: bool = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[False] = ...,
-    cost_model: CommModel | None = ...,
-    partial_init: PartialInit = ...,
+    items: _Named[Name], *, async_op: Literal[False] = ..., **options: Unpack[_Options]
 ) -> dict[Name, Tensor | None]: ...
 
 
 @overload
 def redistribute_many(
-    items: Sequence[Item | tuple[Any, ...]],
-    *,
-    bucket_bytes: int = ...,
-    memory_limit: int | None = ...,
-    donate: bool = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[False] = ...,
-    cost_model: CommModel | None = ...,
-    partial_init: PartialInit = ...,
+    items: _Listed, *, async_op: Literal[False] = ..., **options: Unpack[_Options]
 ) -> list[Tensor | None]: ...
 
 
 @overload
 def redistribute_many(
-    items: Mapping[Name, Item | tuple[Any, ...]],
-    *,
-    bucket_bytes: int = ...,
-    memory_limit: int | None = ...,
-    donate: bool = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[True],
-    cost_model: CommModel | None = ...,
-    partial_init: PartialInit = ...,
+    items: _Named[Name], *, async_op: Literal[True], **options: Unpack[_Options]
 ) -> Handle[dict[Name, Tensor | None]]: ...
 
 
 @overload
 def redistribute_many(
-    items: Sequence[Item | tuple[Any, ...]],
-    *,
-    bucket_bytes: int = ...,
-    memory_limit: int | None = ...,
-    donate: bool = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[True],
-    cost_model: CommModel | None = ...,
-    partial_init: PartialInit = ...,
+    items: _Listed, *, async_op: Literal[True], **options: Unpack[_Options]
 ) -> Handle[list[Tensor | None]]: ...
 
 
 @overload
 def redistribute_many(
-    items: Mapping[Name, Item | tuple[Any, ...]],
-    *,
-    bucket_bytes: int = ...,
-    memory_limit: int | None = ...,
-    donate: bool = ...,
-    group: ProcessGroup | None = ...,
-    async_op: bool,
-    cost_model: CommModel | None = ...,
-    partial_init: PartialInit = ...,
+    items: _Named[Name], *, async_op: bool, **options: Unpack[_Options]
 ) -> dict[Name, Tensor | None] | Handle[dict[Name, Tensor | None]]: ...
 
 
 @overload
 def redistribute_many(
-    items: Sequence[Item | tuple[Any, ...]],
-    *,
-    bucket_bytes: int = ...,
-    memory_limit: int | None = ...,
-    donate: bool = ...,
-    group: ProcessGroup | None = ...,
-    async_op: bool,
-    cost_model: CommModel | None = ...,
-    partial_init: PartialInit = ...,
+    items: _Listed, *, async_op: bool, **options: Unpack[_Options]
 ) -> list[Tensor | None] | Handle[list[Tensor | None]]: ...
 
 
 @uncompiled
 def redistribute_many(
-    items: Mapping[Name, Item | tuple[Any, ...]] | Sequence[Item | tuple[Any, ...]],
+    items: _Named[Name] | _Listed,
     *,
     bucket_bytes: int = 256 * 2**20,
     memory_limit: int | None = None,

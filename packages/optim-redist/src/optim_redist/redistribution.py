@@ -12,7 +12,7 @@ as contributions, and where the tensor was replicated its gradient is contributi
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -37,6 +37,17 @@ from optim_redist.problem import check_partial_init
 from optim_redist.shares import put_back
 
 
+class _Options(TypedDict, total=False):
+    """The options beside ``async_op``, which decides what is returned."""
+
+    shard_order: ShardOrder | Sequence[tuple[int, Sequence[int]]] | None
+    forward_dtype: torch.dtype | None
+    backward_dtype: torch.dtype | None
+    memory_limit: int | None
+    grad: GradientRule
+    partial_init: PartialInit
+
+
 @overload
 def redistribute(
     dtensor: DTensor,
@@ -44,12 +55,7 @@ def redistribute(
     placements: Sequence[Placement] | None = ...,
     *,
     async_op: Literal[False] = ...,
-    shard_order: ShardOrder | Sequence[tuple[int, Sequence[int]]] | None = ...,
-    forward_dtype: torch.dtype | None = ...,
-    backward_dtype: torch.dtype | None = ...,
-    memory_limit: int | None = ...,
-    grad: GradientRule = ...,
-    partial_init: PartialInit = ...,
+    **options: Unpack[_Options],
 ) -> DTensor: ...
 
 
@@ -60,12 +66,7 @@ def redistribute(
     placements: Sequence[Placement] | None = ...,
     *,
     async_op: Literal[True],
-    shard_order: ShardOrder | Sequence[tuple[int, Sequence[int]]] | None = ...,
-    forward_dtype: torch.dtype | None = ...,
-    backward_dtype: torch.dtype | None = ...,
-    memory_limit: int | None = ...,
-    grad: GradientRule = ...,
-    partial_init: PartialInit = ...,
+    **options: Unpack[_Options],
 ) -> Handle[DTensor]: ...
 
 
@@ -76,12 +77,7 @@ def redistribute(
     placements: Sequence[Placement] | None = ...,
     *,
     async_op: bool,
-    shard_order: ShardOrder | Sequence[tuple[int, Sequence[int]]] | None = ...,
-    forward_dtype: torch.dtype | None = ...,
-    backward_dtype: torch.dtype | None = ...,
-    memory_limit: int | None = ...,
-    grad: GradientRule = ...,
-    partial_init: PartialInit = ...,
+    **options: Unpack[_Options],
 ) -> DTensor | Handle[DTensor]: ...
 
 
