@@ -270,8 +270,9 @@ def test_step(m: int, variant: str, master: str | None, monkeypatch: pytest.Monk
     shapes = [(m, m)] * 24 + [(1032, m)] * 20 + [(m, 2056)] * 20 + [(m, m + 8)] * 3
     runs = []
     for chained in (True, False):
-        takes_step_chain = chain.takes_step_chain if chained else lambda *_: False
-        monkeypatch.setattr(_muon_families, "takes_step_chain", takes_step_chain)
+        if not chained:
+            for choice in ("takes_step_chain", "steps_in_factors"):
+                monkeypatch.setattr(_muon_families, choice, lambda *_, **__: False)
         torch.manual_seed(0)
         params = [nn.Parameter(0.02 * torch.randn(shape, device="cuda").bfloat16()) for shape in shapes]
         optimizer = TritonMuon([{"params": params, "variant": variant, "lr": 0.02, "master_weights": master}])
@@ -346,7 +347,8 @@ def test_a_long_matrix_is_the_same_alone_and_among_others() -> None:
     needs_hopper()
     start, grad = (torch.randn(512, 2056, device="cuda").bfloat16() for _ in range(2))
     results = []
-    for others in ([], [(512, 2056)] * 20, [(512, 512), (1032, 512)]):
+    # launch by launch, in a chain, and beside others
+    for others in ([], [(512, 2056)] * 4, [(512, 2056)] * 20, [(512, 512), (1032, 512)], [(512, 512)] * 20):
         params = [
             nn.Parameter(start.clone()),
             *(nn.Parameter(torch.randn(s, device="cuda").bfloat16()) for s in others),

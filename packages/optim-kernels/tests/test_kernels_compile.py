@@ -392,7 +392,14 @@ def last(tile: Tile, *, full: bool, squares: bool, param: str, master: int, dtyp
     block = tile.rows, tile.columns
     shapes = {"s": (tile.rows, tile.depth), "x": (tile.depth, tile.columns), "c": block, "o": block}
     types = {f"{name}_desc": f"tensordesc<{SHORT[dtype]}{[1, *shape]}>" for name, shape in shapes.items()}
-    constants = {"HAS_C": full, "HAS_SCALE": full, "SQUARES": squares, "P_DTYPE": param, "MASTER_KIND": master}
+    constants = {
+        "HAS_C": full,
+        "HAS_SCALE": full,
+        "HAS_BETAS": full,
+        "SQUARES": squares,
+        "P_DTYPE": param,
+        "MASTER_KIND": master,
+    }
     constants |= {"CAUTIOUS": full, "ALIGNED": full, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns}
     constants |= {"BLOCK_K": tile.depth, "TILE_GROUP": 8}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}

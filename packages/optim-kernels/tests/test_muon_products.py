@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from optim_kernels._newton_schulz import job_launches
 from optim_kernels._newton_schulz.tiles import FULL_PRECISION
 from optim_kernels.functional import _muon_products
-from optim_kernels.functional._muon_families import Batch, num_rectangular
+from optim_kernels.functional._muon_families import Batch, num_moves
 from optim_kernels.functional._muon_products import FamilyProducts
 
 M, FIRST = 12, 3
@@ -47,31 +47,33 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return launched
 
 
-@pytest.mark.parametrize("in_pairs", [False, True])
+@pytest.mark.parametrize(("in_pairs", "in_factors"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.coefficients}-{c.steps}-{c.method}")
 def test_each_matrix_is_brought_to_norm_1_and_orthogonalized(
-    monkeypatch: pytest.MonkeyPatch, products: list[Any], config: NSConfig, in_pairs: bool
+    monkeypatch: pytest.MonkeyPatch, products: list[Any], config: NSConfig, in_pairs: bool, in_factors: bool
 ) -> None:
     """With the last products and without them; a product of factors is one launch for all shapes."""
     monkeypatch.setattr(_muon_products, "takes_pairs", lambda *_: in_pairs)
     firsts = accumulate((count for count, _ in SHAPES), initial=FIRST)
     family, given = [], []
     for first, (count, n) in zip(firsts, SHAPES):
+        n += M * in_factors
         x = torch.randn(count, M, n, dtype=torch.float64, device=DEVICE)
         given.append(x.clone())
-        family.append(Batch(first, (count, M, n), x, torch.full_like(x, torch.nan), FULL_PRECISION, count))
+        moves, other = num_moves(M, n, config, in_factors=in_factors), torch.full_like(x, torch.nan)
+        family.append(Batch(first, (count, M, n), x, other, FULL_PRECISION, count, moves, in_factors))
     norms = torch.cat([torch.ones(FIRST, device=DEVICE), *(x.norm(dim=(1, 2)) for x in given)])
     tables: Any = SimpleNamespace(scales=1 / norms, squared_scales=norms**-2)
     expected = [reference.newton_schulz(x, config.triples, row_factors=config.row_factors) for x in given]
 
-    # kernels have row factors in fp32
-    atol = 1e-6 if config.row_factors else 1e-9
+    # row factors are in fp32, and diagonals that are kept apart
+    atol = 1e-6 if config.row_factors or in_factors else 1e-9
     own = FamilyProducts(family, config, tables, "auto")
     own.run()
     assert len(products) == own.count
     assert all(options["out"].data_ptr() not in {a.data_ptr(), b.data_ptr()} for _, a, b, options in products)
     for batch, wanted in zip(family, expected):
-        last = batch.other if num_rectangular(batch.shape, config) % 2 else batch.x
+        last = batch.other if batch.num_moves % 2 else batch.x
         torch.testing.assert_close(last, wanted, atol=atol, rtol=0)
 
     for batch, x in zip(family, given):
@@ -81,7 +83,9 @@ def test_each_matrix_is_brought_to_norm_1_and_orthogonalized(
     assert len(products) == own.count - len(SHAPES)
     for last, batch, wanted in zip(lasts, family, expected, strict=True):
         assert last.batch is batch
-        options = {"c": last.c, "alpha": last.alpha, "beta": last.beta, "scale": last.scale, "out": last.out}
+        assert (last.betas is not None) == (in_factors and config.restarts_in_factors(M, 4 * M))
+        of_c = {"c": last.c, "beta": last.beta, "betas": last.betas}
+        options = {"alpha": last.alpha, "scale": last.scale, "out": last.out, **of_c}
         torch.testing.assert_close(by_torch(last.s, last.x, **options), wanted, atol=atol, rtol=0)
 
 
@@ -89,7 +93,7 @@ def test_tiles_by_shape_take_no_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their operands are those of a larger batch."""
     monkeypatch.setattr(_muon_products, "takes_pairs", lambda *_: True)
     x = torch.zeros(1, 4, 8)
-    family = [Batch(0, (1, 4, 8), x, x, FULL_PRECISION, 1)]
+    family = [Batch(0, (1, 4, 8), x, x, FULL_PRECISION, 1, 1)]
     config = NSConfig(method="gram", restarts=(), steps=3)
     counts = [FamilyProducts(family, config, SimpleNamespace(), tiles).count for tiles in ("auto", "shape")]
     assert counts == [10, 11]

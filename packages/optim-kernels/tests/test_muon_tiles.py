@@ -26,7 +26,7 @@ from optim_utils.param_groups import MatrixView
 pytest.importorskip("triton")
 from optim_kernels._newton_schulz import chain as hopper_chain
 from optim_kernels._newton_schulz import job_launches, tile_choice
-from optim_kernels._newton_schulz.chain_jobs import jobs_of, num_squares
+from optim_kernels._newton_schulz.chain_jobs import Ending, jobs_of, num_squares
 from optim_kernels._newton_schulz.job_launches import JobLaunches, Part, Places
 from optim_kernels._newton_schulz.tiles import FULL_PRECISION, Tile, general_tile, symmetric_tile
 from optim_kernels.functional import _muon_batch_plan, _muon_families
@@ -92,13 +92,16 @@ def test_chains_have_those_alone_that_take_one_however_few_they_are(
     h200: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda, ns = torch.device("cuda", 0), NSConfig(dtype=torch.float16)
-    for name in ("takes_step_chain", "needs_step_chain"):
+    for name in ("takes_step_chain", "steps_in_factors"):
         function = getattr(hopper_chain, name)
-        monkeypatch.setattr(_muon_families, name, lambda *args, function=function: function(*args[:-1], cuda))
+        on_gpu = lambda *args, function=function, **options: function(*args[:-1], cuda, **options)  # noqa: E731
+        monkeypatch.setattr(_muon_families, name, on_gpu)
 
-    def placed(shapes: Sequence[tuple[int, int]], tiles: Any) -> tuple[dict[Any, Any], set[Any], list[int]]:
+    def placed(
+        shapes: Sequence[tuple[int, int]], tiles: Any, ending: Ending = Ending.UPDATE
+    ) -> tuple[dict[Any, Any], set[Any], list[int]]:
         matrices, meta = [matrix(*shape) for shape in sorted(shapes)], torch.device("meta")
-        found, chains = families_of(matrices, ns, torch.float16, meta, stores_last=False, tiles=tiles)
+        found, chains = families_of(matrices, ns, torch.float16, meta, ending=ending, tiles=tiles)
         batches = [batch for family in found for batch in family]
         chained = [batch for chain in chains for batch in chain.batches]
         firsts = sorted((batch.first, batch.shape[0]) for batch in batches + chained)
@@ -119,6 +122,9 @@ def test_chains_have_those_alone_that_take_one_however_few_they_are(
         alone = placed([shape], "shape")
         assert alone[0] == {each: how for each, how in last_tiles.items() if each == shape}
         assert alone[1] == chained & {shape}
+        # where the number of matrices counts, few have launches; but not if X's last product is one of them
+        assert placed([shape], "auto")[1] == placed([shape], "auto", Ending.SQUARES)[1] == set()
+        assert placed([shape], "auto", Ending.STORE)[1] == chained & {shape}
 
 
 @pytest.mark.parametrize(
@@ -147,7 +153,7 @@ def test_tiles_of_last_products_are_chosen_as_those_of_others(
         with FakeTensorMode():
             x = torch.empty(2, *shape, dtype=dtype, device="cuda")
         last_tile = _muon_families._last_tile(x, chosen_for)
-        return Batch(0, (2, *shape), x, x, last_tile, chosen_for)
+        return Batch(0, (2, *shape), x, x, last_tile, chosen_for, 1)
 
     assert batch_of().takes_ping_pong is is_hoppers
     assert batch_of().last_tile == (LAST_TILE if is_large else SMALL_LAST_TILE)

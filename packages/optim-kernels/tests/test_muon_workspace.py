@@ -169,11 +169,11 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("variance", "stochastic_rounding", "num_x"), [(False, False, 1), (True, False, 2), (False, True, 2)]
 )
-def test_long_matrices_of_a_chain_take_one_x(
+def test_long_matrices_take_one_x(
     monkeypatch: pytest.MonkeyPatch, variance: bool, stochastic_rounding: bool, num_x: int
 ) -> None:
     """Unless the last one is stored, as it is for all of a plan if one of them needs it."""
-    monkeypatch.setattr("optim_kernels.functional._muon_batch_plan.needs_step_chain", lambda m, n, *_: n > 2 * m)
+    monkeypatch.setattr("optim_kernels.functional._muon_batch_plan.steps_in_factors", lambda m, n, *_: n > 2 * m)
     of_step = {"variance": variance, "stochastic_rounding": stochastic_rounding}
 
     def num_x_of(*shapes: tuple[int, int]) -> list[float]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from h200 import on_an_h200
 from torch import nn
 
 from optim_kernels import NSConfig, TritonMuon
@@ -19,7 +21,7 @@ from optim_kernels._newton_schulz.chain_jobs import Ending
 from optim_kernels.functional import _muon_families
 from optim_kernels.functional import _muon_launches as launches_of_a_plan
 from optim_kernels.functional._muon_batch_plan import MuonBatchPlan
-from optim_kernels.functional._muon_families import PANEL, ChainedBatches, num_rectangular
+from optim_kernels.functional._muon_families import PANEL, ChainedBatches
 from optim_kernels.functional._muon_matrices import MuonTensors
 from optim_kernels.functional._muon_tables import MuonTables
 
@@ -44,7 +46,7 @@ class ChainInTorch:
             count, _, n = batch.shape
             assert not self._tables.progress[batch.numbers].any()
             assert self._tables.progress[self._counter] == 0
-            last = batch.other if num_rectangular(batch.shape, self._ns, in_chain=True) % 2 else batch.x
+            last = batch.other if batch.num_moves % 2 else batch.x
             for i in range(count):
                 panels = slice(i * len(batch.x) // count, (i + 1) * len(batch.x) // count)
                 o = self._orthogonalized(batch.first + i, torch.cat(list(batch.x[panels]), 1), n)
@@ -80,7 +82,7 @@ def test_the_step_around_a_chain(variant: str, monkeypatch: pytest.MonkeyPatch) 
     runs = []
     for impl in ("triton", "torch"):
         if impl == "triton":
-            monkeypatch.setattr(_muon_families, "takes_step_chain", lambda *_: True)
+            monkeypatch.setattr(_muon_families, "takes_step_chain", lambda *_, **__: True)
             monkeypatch.setattr(launches_of_a_plan, "StepChain", ChainInTorch)
         generator = torch.Generator().manual_seed(0)
         params = [nn.Parameter(0.1 * torch.randn(shape, generator=generator)) for shape in shapes]
@@ -156,9 +158,9 @@ def plan_on_an_h200(shapes: list[tuple[int, int]], variant: str, monkeypatch: py
 
 
 def takes_step_chain_on_a_gpu(
-    shapes: list[tuple[int, int]], m: int, config: NSConfig, dtype: torch.dtype, _: Any
+    shapes: list[tuple[int, int]], m: int, config: NSConfig, dtype: torch.dtype, _: Any, *, may_launch: bool = True
 ) -> bool:
-    return hopper_chain.takes_step_chain(shapes, m, config, dtype, torch.device("cuda", 0))
+    return hopper_chain.takes_step_chain(shapes, m, config, dtype, torch.device("cuda", 0), may_launch=may_launch)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -173,12 +175,25 @@ def test_a_models_step_is_a_few_launches(
 
 
 def test_which_steps_take_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few matrices there are, unless they would be as they are without a chain."""
+    """Those that fill the chip; and fewer that restart in factors, if launches may not, or have no kernels for it."""
+    on_an_h200(monkeypatch)
     monkeypatch.setattr(hopper_chain, "has_gluon", lambda _: True)
     monkeypatch.setattr(hopper_chain, "num_multiprocessors", lambda _: 132)
-    assert not takes_step_chain_on_a_gpu([(2560, 48), (10240, 96)], 2560, NSConfig(), torch.float16, None)
-    assert takes_step_chain_on_a_gpu([(3072, 1)], 768, NSConfig(), torch.float16, None)
-    assert not takes_step_chain_on_a_gpu([(768, 1), (2000, 1)], 768, NSConfig(), torch.float16, None)
+    takes = partial(takes_step_chain_on_a_gpu, config=NSConfig(), dtype=torch.float16, _=None)
+    assert not takes([(2560, 48), (10240, 96)], 2560)
+    assert not takes([(3072, 6)], 768)
+    assert takes([(3072, 7)], 768)
+    assert takes([(768, 6), (3072, 1)], 768)
+    assert takes([(3072, 1)], 768, may_launch=False)
+    assert not takes([(768, 1), (2000, 1)], 768, may_launch=False)
+    assert not takes([(8192, 1)], 2048)
+    # 18 tiles a side: 171 of a triangle are more than there are multiprocessors
+    assert takes([(9216, 1)], 2304)
+    # as many as no chain takes have launches
+    for m in range(256, 2049, 8):
+        few = next(count for count in range(200) if takes([(4 * m, count + 1)], m))
+        assert few > 0
+        assert takes([(4 * m, few)], m, may_launch=False)
 
 
 @pytest.mark.parametrize(("variant", "twice"), [("torch", 12 * 6), ("nanochat-2026-07", 12 * (6 + 18 + 24 + 24))])

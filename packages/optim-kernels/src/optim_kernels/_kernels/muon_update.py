@@ -151,6 +151,7 @@ def last_product_kernel(
     lr_scales,
     scales,
     parts,
+    betas,
     first_matrix,
     tiles,
     rows,
@@ -160,6 +161,7 @@ def last_product_kernel(
     beta,
     HAS_C: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    HAS_BETAS: tl.constexpr,
     SQUARES: tl.constexpr,
     P_DTYPE: tl.constexpr,
     MASTER_KIND: tl.constexpr,
@@ -172,7 +174,8 @@ def last_product_kernel(
 ):
     """One tile of the batch of matrices that starts with number ``first_matrix``.
 
-    With SQUARES O and its sums of squares are stored, else the parameter is updated.
+    With HAS_BETAS β is a number for each row, fp32. With SQUARES O and its sums of squares are stored, else the
+    parameter is updated.
     """
     if tl.load(control + 1) != 0.0:
         return
@@ -184,7 +187,11 @@ def last_product_kernel(
     acc = acc * alpha
     if HAS_C:
         c = c_desc.load([batch, row, column]).reshape(BLOCK_M, BLOCK_N)
-        acc = with_c(acc, beta, c.to(tl.float32))
+        of_c = beta
+        if HAS_BETAS:
+            line = row + tl.arange(0, BLOCK_M)
+            of_c = tl.load(betas + batch * K + line, mask=line < K, other=0.0)[:, None]
+        acc = with_c(acc, of_c, c.to(tl.float32))
     if HAS_SCALE:
         acc *= tl.load(scales + batch)
     matrix = (first_matrix + batch).to(tl.int64)

@@ -33,7 +33,7 @@ from optim_kernels._newton_schulz.chain_jobs import (
 from optim_kernels._newton_schulz.chain_list import tile_list
 from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.copy_engine import empty_matrices, is_readable
-from optim_kernels._newton_schulz.tile_choice import has_gluon, num_multiprocessors
+from optim_kernels._newton_schulz.tile_choice import has_gluon, may_launch_factors, num_multiprocessors
 from optim_kernels._newton_schulz.tiles import PING_PONG, cdiv
 from optim_kernels._triton import Cluster, has_short_launch
 
@@ -92,21 +92,32 @@ def takes_chain(count: int, m: int, n: int, config: NSConfig, dtype: torch.dtype
 
 
 def takes_step_chain(
-    shapes: Sequence[tuple[int, int]], m: int, config: NSConfig, dtype: torch.dtype, device: torch.device
+    shapes: Sequence[tuple[int, int]],
+    m: int,
+    config: NSConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    may_launch: bool,
 ) -> bool:
     """Whether a Muon step takes a chain for its matrices of short side m, given as ``(n, count)``.
 
-    A restart in factors rounds differently from one that forms XXᵀ. So a step takes a chain for it whatever the count:
-    results must not depend on which other matrices the step has, nor on how many ranks share them.
+    ``may_launch``: few matrices that restart in factors may take a launch for each product.
     """
     if m > LARGEST_SIDE or not _can_chain(config, dtype, device):
         return False
-    is_long = any(needs_step_chain(m, n, config, dtype, device) for n, _ in shapes)
-    return is_long or takes_chain(sum(count for _, count in shapes), m, m, config, dtype, device)
+    if takes_chain(sum(count for _, count in shapes), m, m, config, dtype, device):
+        return True
+    num_long = sum(count for n, count in shapes if steps_in_factors(m, n, config, dtype, device))
+    return num_long > 0 and not (may_launch and may_launch_factors(num_long, m, device))
 
 
-def needs_step_chain(m: int, n: int, config: NSConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a step takes a chain for matrices m×n however few they are."""
+def steps_in_factors(m: int, n: int, config: NSConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a step restarts matrices m×n in factors, in a chain or launch by launch, however few they are.
+
+    That rounds differently from a restart that forms XXᵀ, and results must not depend on which other matrices the step
+    has, nor on how many ranks share them.
+    """
     return m <= LARGEST_SIDE and _can_chain(config, dtype, device) and config.restarts_in_factors(m, n)
 
 

@@ -17,8 +17,8 @@ from optim_kernels._newton_schulz.chain_jobs import Job, Kind, Scale
 from optim_kernels._newton_schulz.config import NSConfig, Tiles
 from optim_kernels._newton_schulz.int8_start import first_step
 from optim_kernels._newton_schulz.product_launches import general_product, symmetric_product
-from optim_kernels._newton_schulz.tile_choice import tile_of_one
-from optim_kernels._newton_schulz.tiles import Tile
+from optim_kernels._newton_schulz.tile_choice import tile_of_factors, tile_of_one
+from optim_kernels._newton_schulz.tiles import Tile, full_tile, splitting_tile
 
 
 class Part(NamedTuple):
@@ -28,11 +28,13 @@ class Part(NamedTuple):
         xs: the buffers of X, ``[count, m, n]``.
         squares: these matrices' part of the square buffers.
         scales: σ and σ² of each matrix, which bring X to norm 1; ``None`` where X has it.
+        diagonals: theirs that a job keeps apart, m numbers in fp32 for each.
     """
 
     xs: Sequence[Tensor]
     squares: Sequence[Tensor]
     scales: Tensor | Sequence[Tensor] | None
+    diagonals: Tensor | None = None
 
     def scale(self, job: Job) -> Tensor | None:
         """What multiplies the job's result."""
@@ -44,7 +46,7 @@ class Places(NamedTuple):
 
     Args:
         squares: the square buffers of all matrices.
-        diagonals: those that a job keeps apart, fp32, one after the other.
+        diagonals: those that a job keeps apart, of all matrices, one after the other.
     """
 
     squares: Sequence[Tensor]
@@ -83,7 +85,7 @@ class JobLaunches:
                 self._full(job, places)
             elif job.kind is Kind.RECTANGLE:
                 for part in places.parts:
-                    self._rectangle(job, part, places.diagonals if job.apart else None)
+                    self._rectangle(job, part)
             elif job.kind is Kind.SQUARE:
                 self._square(number, places.squares)
             else:
@@ -107,7 +109,7 @@ class JobLaunches:
             out=d,
             low=part.squares[job.q] if job.low else None,
             scale=part.scale(job) if norm is None else norm,
-            tile=self._tile(x, x, job),
+            tile=tile_of_factors(x, splitting_tile) if job.low else self._tile(x, x, job),
             early=early,
             late=self._ahead[number + 1],
             exact=job.exact,
@@ -148,9 +150,10 @@ class JobLaunches:
             out=squares[job.d],
             low=squares[job.q] if job.low else None,
             diagonal=places.diagonals if job.apart else None,
+            tile=tile_of_factors(squares[job.a], full_tile),
         )
 
-    def _rectangle(self, job: Job, part: Part, betas: Tensor | None) -> None:
+    def _rectangle(self, job: Job, part: Part) -> None:
         s, x = part.squares[job.a], part.xs[job.b]
         general_product(
             s,
@@ -160,7 +163,7 @@ class JobLaunches:
             beta=job.beta,
             out=part.xs[job.d],
             scale=part.scale(job),
-            betas=betas,
+            betas=part.diagonals if job.apart else None,
             tile=self._tile(s, x, job),
             exact=job.exact,
         )

@@ -169,9 +169,9 @@ class Plan:
             is_ready: the first X was complete before the launches that find its norm.
         """
         in_product = norm if isinstance(norm, Norm) else None
-        part = Part(xs, squares, norm.inverses if isinstance(norm, Norm) else norm)
-        places = Places(squares, [part], extra[self._num_of_start :].view(torch.float32))
-        return partial(self._launches.run, places, in_product, is_ready=is_ready)
+        diagonals = extra[self._num_of_start :].view(torch.float32)
+        part = Part(xs, squares, norm.inverses if isinstance(norm, Norm) else norm, diagonals)
+        return partial(self._launches.run, Places(squares, [part], diagonals), in_product, is_ready=is_ready)
 
     def _recorded(self, products: Callable[[], None]) -> torch.cuda.CUDAGraph:
         # `torch.cuda.graph` would synchronise; nothing is allocated here, and other threads may go on

@@ -19,9 +19,11 @@ from optim_kernels._newton_schulz.tiles import (
     MOST_LONE_MATRICES,
     Tile,
     fitted,
+    full_tile,
     general_tile,
     may_find_norm,
     may_split,
+    splitting_tile,
     symmetric_tile,
 )
 from optim_kernels._triton import can_overlap
@@ -84,6 +86,26 @@ def takes_factors(count: int, m: int, n: int, dtype: torch.dtype, device: torch.
     square = tile(lambda sms, hopper: general_tile(m, m, m, count, sms, hopper))
     rectangle = tile(lambda sms, hopper: general_tile(m, n, m, count, sms, hopper))
     return may_split(gram) and square.lone and rectangle.cooperative
+
+
+def may_launch_factors(count: int, m: int, device: torch.device) -> bool:
+    """Whether the products that a restart in factors needs beside others exist for ``count`` matrices of m rows.
+
+    They are those of one round: as many as a chain does not take.
+    """
+    sms = num_multiprocessors(device.index)
+    return splitting_tile(m, count, sms) is not None and full_tile(m, count, sms) is not None
+
+
+def tile_of_factors(a: Tensor, choose: Callable[[int, int, int], Tile | None]) -> Tile:
+    """The tile of such a product with ``a [batch, M, K]``: `splitting_tile` or `full_tile`."""
+
+    def tile(num_sms: int, _: bool) -> Tile:
+        found = choose(a.shape[-2], a.shape[0], num_sms)
+        assert found is not None
+        return found
+
+    return choose_tile(a.dtype, a.device, tile)
 
 
 def may_overlap(tile: Tile, programs: int, device: torch.device) -> bool:

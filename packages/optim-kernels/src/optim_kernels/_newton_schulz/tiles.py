@@ -174,6 +174,20 @@ def may_split(tile: Tile) -> bool:
 
 
 @lru_cache(maxsize=4096)
+def splitting_tile(m: int, batch: int, num_sms: int) -> Tile | None:
+    """The tile in which ``batch`` products X Xᵀ, m×m, give their rounding errors; ``None`` if there are too many."""
+    tiles = (tile for tile, _ in _lone_symmetric(m, batch, num_sms, same=True, shifted=True))
+    return next(filter(may_split, tiles), None)
+
+
+@lru_cache(maxsize=4096)
+def full_tile(m: int, batch: int, num_sms: int) -> Tile | None:
+    """The tile in which ``batch`` m×m products give theirs, or their diagonals; ``None`` if there are too many."""
+    lone = [each for each in LONE_GENERAL if batch * cdiv(m, each[0].rows) * cdiv(m, each[0].columns) <= num_sms]
+    return min(lone, key=lambda each: _time(each[1], 1, m, num_sms))[0] if lone else None
+
+
+@lru_cache(maxsize=4096)
 def symmetric_tile(
     m: int, k: int, batch: int, num_sms: int, same: bool, hopper: bool = False, shifted: bool = False
 ) -> Tile:

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from optim_kernels._graphs import ONE_AT_A_TIME, is_capturing, side_stream
 from optim_kernels._memory import ALIGNMENT
-from optim_kernels._newton_schulz.chain import needs_step_chain
+from optim_kernels._newton_schulz.chain import steps_in_factors
 from optim_kernels._newton_schulz.config import NSConfig, Tiles, check_tiles
 from optim_kernels._newton_schulz.tile_choice import tiles_agree
 from optim_kernels.functional._lists import check_apart, check_shapes
 from optim_kernels.functional._muon_explain import tile_words
-from optim_kernels.functional._muon_families import families_of, in_order, moves_in_chain
+from optim_kernels.functional._muon_families import does_move, families_of, in_order
 from optim_kernels.functional._muon_inputs import StepInputs
 from optim_kernels.functional._muon_launches import StepLaunches, StepOptions
 from optim_kernels.functional._muon_matrices import (
@@ -122,13 +122,13 @@ class MuonBatchPlan:
             ns,
             options.x_dtype,
             self._device,
-            stores_last=not options.updates_in_last_product,
+            ending=options.ending,
             tiles=tiles,
             memory=torch.zeros if workspace is None else workspace.memory(self._device),
         )
         self._workspace = workspace
         self._tile_words = tile_words(families, chains, ns, tiles)
-        self._tables = MuonTables(tensors, self._matrices, families, chains, ns)
+        self._tables = MuonTables(tensors, self._matrices, families, chains)
         self._inputs = StepInputs(len(self._matrices), num_groups, self._device)
         self._launches = StepLaunches(self._tables, families, chains, self._inputs, options)
         # of the inputs that the launches read
@@ -265,12 +265,12 @@ def workspace_of(
         tiles="auto",
         spare_multiprocessors=0,
     )
-    stores_last = not options.updates_in_last_product
 
     @cache
     def nbytes_of(m: int, n: int) -> tuple[int, int]:
-        stays = needs_step_chain(m, n, ns, dtype, device) and not moves_in_chain(m, n, ns, stores_last=stores_last)
-        return nbytes_of_x(m, n, dtype, moves=not stays), nbytes_of_factors(m, n, ns, dtype)
+        in_factors = steps_in_factors(m, n, ns, dtype, device)
+        moves = not in_factors or does_move(m, n, ns, options.ending, in_factors=True)
+        return nbytes_of_x(m, n, dtype, moves=moves), nbytes_of_factors(m, n, ns, dtype)
 
     each = [[nbytes_of(*matrix.shape) for matrix in matrices_of(0, t, rule)] for t in tensors]
     return [(sum(x for x, _ in sizes), sum(factors for _, factors in sizes)) for sizes in each]

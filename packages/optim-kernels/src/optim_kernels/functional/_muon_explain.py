@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from optim_kernels._newton_schulz.config import NSConfig, Tiles
 from optim_kernels._newton_schulz.int8_start import starts_in_int8
-from optim_kernels._newton_schulz.tile_choice import choose_tile
-from optim_kernels._newton_schulz.tiles import PING_PONG, Tile, general_tile, symmetric_tile
+from optim_kernels._newton_schulz.tile_choice import choose_tile, tile_of_factors
+from optim_kernels._newton_schulz.tiles import PING_PONG, Tile, general_tile, splitting_tile, symmetric_tile
 from optim_kernels.functional._muon_families import Batch, ChainedBatches, Family
 
 
@@ -26,7 +26,9 @@ def _tiles_of(family: Family, batch: Batch, ns: NSConfig, tiles: Tiles) -> str:
     members = 1 if tiles == "shape" else sum(len(each.x) for each in family)
     kind = batch.x.dtype, batch.x.device
     taken = (
-        choose_tile(*kind, lambda sms, hopper: symmetric_tile(m, n, count, sms, True, hopper)),
+        tile_of_factors(batch.x, splitting_tile)
+        if batch.in_factors
+        else choose_tile(*kind, lambda sms, hopper: symmetric_tile(m, n, count, sms, True, hopper)),
         choose_tile(*kind, lambda sms, hopper: symmetric_tile(m, m, members, sms, False, hopper)),
         choose_tile(*kind, lambda sms, hopper: general_tile(m, n, m, count, sms, hopper)),
     )

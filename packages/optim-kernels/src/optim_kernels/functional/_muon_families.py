@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from optim_kernels._kernels import muon_table as fields
-from optim_kernels._newton_schulz.chain import needs_step_chain, takes_step_chain
+from optim_kernels._newton_schulz.chain import steps_in_factors, takes_step_chain
+from optim_kernels._newton_schulz.chain_jobs import Ending
 from optim_kernels._newton_schulz.config import NSConfig, Tiles
 from optim_kernels._newton_schulz.tile_choice import choose_tile
 from optim_kernels._newton_schulz.tiles import PING_PONG, Tile, cdiv, general_tile
@@ -43,6 +44,8 @@ class Batch:
             chain's buffers. They are the same buffer if X stays where it is.
         last_tile: the tile of the last product.
         chosen_for: for how many matrices tiles are chosen.
+        num_moves: how often the iteration multiplies X, and so moves it to the other buffer.
+        in_factors: a restart takes m×m products alone (`chain_jobs`).
     """
 
     first: int
@@ -51,6 +54,8 @@ class Batch:
     other: Tensor
     last_tile: Tile
     chosen_for: int
+    num_moves: int
+    in_factors: bool = False
     in_panels: bool = False
 
     @property
@@ -93,14 +98,14 @@ def families_of(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    stores_last: bool,
+    ending: Ending,
     tiles: Tiles,
     memory: Memory = torch.zeros,
 ) -> tuple[list[Family], list[ChainedBatches]]:
     """The families of ordered matrices, and those batches that make chains, with their buffers.
 
     Args:
-        stores_last: the last product is stored as any other, so that X moves once more.
+        ending: what follows the last product; all but an update in it store it, so that X moves once more.
         tiles: with ``"shape"`` a chain has only batches that need one, which are the longest of a short side.
         memory: allocates room for X.
     """
@@ -109,42 +114,50 @@ def families_of(
     room: Room = partial(memory, dtype=dtype, device=device)
     first = 0
     for m, members in groupby(matrices, key=lambda matrix: matrix.shape[0]):
-        of_families = [
-            [(n, len(list(each))) for n, each in groupby(family, key=lambda matrix: matrix.shape[1])]
-            for _, family in groupby(members, key=lambda matrix: _family_key(matrix, ns)[1])
-        ]
-        shapes = [shape for family in of_families for shape in family]
-        chained = shapes if takes_step_chain(shapes, m, ns, dtype, device) else []
+
+        def key(n: int, m: int = m) -> tuple[bool, bool]:
+            return ns.method_for(m, n) == "gram", steps_in_factors(m, n, ns, dtype, device)
+
+        shapes = [(n, len(list(each))) for n, each in groupby(members, key=lambda matrix: matrix.shape[1])]
+        may_launch = ending is not Ending.STORE
+        chained = shapes if takes_step_chain(shapes, m, ns, dtype, device, may_launch=may_launch) else []
         if tiles == "shape":
-            chained = [(n, count) for n, count in shapes if needs_step_chain(m, n, ns, dtype, device)]
-        unchained = [[shape for shape in family if shape not in chained] for family in of_families]
-        families += _unchained([family for family in unchained if family], first, m, tiles, room)
-        first += sum(count for family in unchained for _, count in family)
+            chained = [(n, count) for n, count in shapes if steps_in_factors(m, n, ns, dtype, device)]
+        unchained = [shape for shape in shapes if shape not in chained]
+        for (_, in_factors), family in groupby(unchained, key=lambda shape: key(shape[0])):
+            families.append([])
+            for n, count in family:
+                families[-1].append(_batch(first, (count, m, n), ns, ending, tiles, room, in_factors=in_factors))
+                first += count
         if chained:
-            moves = [moves_in_chain(m, n, ns, stores_last=stores_last) for n, _ in chained]
-            chains.append(_chained(chained, moves, first, m, room))
+            moves = [does_move(m, n, ns, ending, in_factors=True) for n, _ in chained]
+            chains.append(_chained(chained, moves, first, m, ns, room))
         first += sum(count for _, count in chained)
     return families, chains
 
 
-def _unchained(
-    of_families: Sequence[Sequence[tuple[int, int]]], first: int, m: int, tiles: Tiles, room: Room
-) -> list[Family]:
-    """Families of batches (n, count) of short side m, numbered from ``first`` on, in buffers of their own."""
-    families: list[Family] = []
-    for shapes in of_families:
-        families.append([])
-        for n, count in shapes:
-            padded = cdiv(n, ROW_STEP) * ROW_STEP
-            x, other = (room(count, m, padded)[..., :n] for _ in range(2))
-            chosen_for = 1 if tiles == "shape" else count
-            families[-1].append(Batch(first, (count, m, n), x, other, _last_tile(x, chosen_for), chosen_for))
-            first += count
-    return families
+def _batch(
+    first: int,
+    shape: tuple[int, int, int],
+    ns: NSConfig,
+    ending: Ending,
+    tiles: Tiles,
+    room: Room,
+    *,
+    in_factors: bool,
+) -> Batch:
+    """A batch in buffers of its own."""
+    count, m, n = shape
+    padded = cdiv(n, ROW_STEP) * ROW_STEP
+    x = room(count, m, padded)[..., :n]
+    other = room(count, m, padded)[..., :n] if does_move(m, n, ns, ending, in_factors=in_factors) else x
+    chosen_for = 1 if tiles == "shape" else count
+    last_tile, moves = _last_tile(x, chosen_for), num_moves(m, n, ns, in_factors=in_factors)
+    return Batch(first, shape, x, other, last_tile, chosen_for, moves, in_factors=in_factors)
 
 
 def _chained(
-    shapes: Sequence[tuple[int, int]], moves: Sequence[bool], first: int, m: int, room: Room
+    shapes: Sequence[tuple[int, int]], moves: Sequence[bool], first: int, m: int, ns: NSConfig, room: Room
 ) -> ChainedBatches:
     """Batches (n, count) of short side m, numbered from ``first`` on, in buffers of panels; ``moves``: which X move."""
     panels = [count * cdiv(n, PANEL) for n, count in shapes]
@@ -152,23 +165,24 @@ def _chained(
     num_moved = sum(panels[: max((place for place, does in enumerate(moves, start=1) if does), default=0)])
     other = room(num_moved, m, PANEL) if num_moved else x
     batches, start = [], 0
-    for (n, count), does_move, size in zip(shapes, moves, panels, strict=True):
-        its_x, its_other = (each[start : start + size] for each in (x, other if does_move else x))
-        batches.append(Batch(first, (count, m, n), its_x, its_other, PING_PONG, count, in_panels=True))
+    for (n, count), moving, size in zip(shapes, moves, panels, strict=True):
+        its_x, its_other = (each[start : start + size] for each in (x, other if moving else x))
+        of_shape = num_moves(m, n, ns, in_factors=True)
+        batches.append(Batch(first, (count, m, n), its_x, its_other, PING_PONG, count, of_shape, in_panels=True))
         first, start = first + count, start + size
     return ChainedBatches(batches, x, other)
 
 
-def moves_in_chain(m: int, n: int, ns: NSConfig, *, stores_last: bool) -> bool:
-    """Whether a chain stores X in its other buffer."""
-    return num_rectangular((m, n), ns, in_chain=True) - (not stores_last) > 0
+def does_move(m: int, n: int, ns: NSConfig, ending: Ending, *, in_factors: bool) -> bool:
+    """Whether X is stored in its other buffer; ``in_factors``: restarts are, where that is shorter."""
+    return num_moves(m, n, ns, in_factors=in_factors) > (ending is Ending.UPDATE)
 
 
-def num_rectangular(shape: Sequence[int], ns: NSConfig, *, in_chain: bool = False) -> int:
-    """How often the iteration multiplies X, and so moves it to the other buffer."""
-    if in_chain and ns.restarts_in_factors(*shape[-2:]):
+def num_moves(m: int, n: int, ns: NSConfig, *, in_factors: bool) -> int:
+    """How often the iteration multiplies X."""
+    if in_factors and ns.restarts_in_factors(m, n):
         return 1
-    return len(ns.blocks) if ns.method_for(*shape[-2:]) == "gram" else ns.steps
+    return len(ns.blocks) if ns.method_for(m, n) == "gram" else ns.steps
 
 
 def _last_tile(x: Tensor, chosen_for: int) -> Tile:

@@ -256,7 +256,7 @@ class StepLaunches:
         """The last product of a batch, with the update of its parameters, or the sums over O that the update needs."""
         t, tile = self._tables, last.batch.last_tile
         count, m, n = last.x.shape
-        if self._options.updates_in_last_product and last.batch.takes_ping_pong:
+        if self._options.updates_in_last_product and last.batch.takes_ping_pong and last.betas is None:
             self._ping_pong_update(last)
             return
         rows, columns = cdiv(m, tile.rows), cdiv(n, tile.columns)
@@ -271,6 +271,7 @@ class StepLaunches:
             t.lr_scales,
             t.scales if last.scale is None else last.scale,
             t.parts,
+            t.scales if last.betas is None else last.betas,
             last.batch.first,
             rows * columns,
             rows,
@@ -280,6 +281,7 @@ class StepLaunches:
             last.beta,
             HAS_C=last.c is not None,
             HAS_SCALE=last.scale is not None,
+            HAS_BETAS=last.betas is not None,
             SQUARES=self._options.has_factors,
             **self._options.of_update,
             ALIGNED=self._options.state_is_aligned,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from optim_kernels._newton_schulz.chain_jobs import Kind, jobs_of, num_squares
@@ -22,7 +23,7 @@ from optim_kernels.functional._muon_tables import MuonTables
 
 @dataclass(frozen=True)
 class LastProduct:
-    """``scale (alpha s x + beta c)``, which is O of a batch."""
+    """``scale (alpha s x + beta c)``, which is O of a batch; ``betas``: a number for each row of c instead of beta."""
 
     batch: Batch
     s: Tensor
@@ -32,6 +33,7 @@ class LastProduct:
     alpha: float
     beta: float
     scale: Tensor | None
+    betas: Tensor | None
 
 
 class FamilyProducts:
@@ -50,11 +52,11 @@ class FamilyProducts:
         x, (_, m, n) = family[0].x, family[0].shape
         self._num_matrices = sum(batch.shape[0] for batch in family)
         in_pairs = tiles == "auto" and takes_pairs(self._num_matrices, m, x.dtype, x.device)
-        self._jobs = jobs_of(ns, m, n, in_pairs=in_pairs)
+        self._jobs = jobs_of(ns, m, n, in_factors=family[0].in_factors, in_pairs=in_pairs)
         # a family has one m and one method, so its matrices all do or all do not, but for rows of 2^17 numbers
         in_int8 = all(starts_in_int8(m, batch.shape[2], ns, x.device) for batch in family)
         self._launches = JobLaunches(self._jobs, ns, in_int8=in_int8, tiles=tiles)
-        self.count = sum(1 if job.kind is Kind.SQUARE else len(family) for job in self._jobs)
+        self.count = sum(1 if job.kind in (Kind.SQUARE, Kind.FULL) else len(family) for job in self._jobs)
 
     def run(self) -> None:
         """Launch them all."""
@@ -74,6 +76,7 @@ class FamilyProducts:
                 job.alpha,
                 job.beta,
                 part.scale(job),
+                part.diagonals if job.apart else None,
             )
             for batch, part in zip(self._family, places.parts, strict=True)
         ]
@@ -82,11 +85,14 @@ class FamilyProducts:
         """The buffers of X that the batches have, and new square ones."""
         x, m = self._family[0].x, self._family[0].shape[1]
         room = empty_matrices(num_squares(self._jobs) * self._num_matrices, m, m, like=x)
-        squares, first = room.split(self._num_matrices), self._family[0].first
-        parts = []
+        squares, parts, diagonals = room.split(self._num_matrices), [], None
+        if any(job.apart for job in self._jobs):
+            diagonals = x.new_empty(self._num_matrices * m, dtype=torch.float32)
         for batch in self._family:
-            numbers = slice(batch.first - first, batch.first - first + batch.shape[0])
+            first = batch.first - self._family[0].first
+            numbers = slice(first, first + batch.shape[0])
             scales = self._tables.scales[batch.numbers], self._tables.squared_scales[batch.numbers]
             xs = batch.x, batch.other, batch.x
-            parts.append(Part(xs, [square[numbers] for square in squares], scales))
-        return Places(squares, parts)
+            of_batch = None if diagonals is None else diagonals[first * m :]
+            parts.append(Part(xs, [square[numbers] for square in squares], scales, of_batch))
+        return Places(squares, parts, diagonals)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from optim_kernels._kernels import muon_table as fields
-from optim_kernels._newton_schulz.config import NSConfig
 from optim_kernels._newton_schulz.tiles import Tile, cdiv
-from optim_kernels.functional._muon_families import PANEL, ROW_STEP, Batch, ChainedBatches, Family, num_rectangular
+from optim_kernels.functional._muon_families import PANEL, ROW_STEP, Batch, ChainedBatches, Family
 from optim_kernels.functional._muon_matrices import TILE, Matrix, MuonTensors, address_of
 
 STRIP: int = fields.STRIP.value
@@ -41,14 +40,13 @@ class MuonTables:
         matrices: Sequence[Matrix],
         families: Sequence[Family],
         chains: Sequence[ChainedBatches],
-        ns: NSConfig,
     ) -> None:
         rows: list[list[int]] = []
         tile_map: list[tuple[int, int, int]] = []
         strips: list[tuple[int, int, int]] = []
         num_lines, num_parts = 0, 0
         batches = sorted(chain(*families, *(each.batches for each in chains)), key=lambda batch: batch.first)
-        all_buffers = [buffers for batch in batches for buffers in _x_buffers(batch, ns)]
+        all_buffers = [buffers for batch in batches for buffers in _x_buffers(batch)]
         for number, (matrix, buffers) in enumerate(zip(matrices, all_buffers, strict=True)):
             parts, n = _parts_of_a_line(matrix, buffers), matrix.shape[1]
             row = _row(tensors[matrix.parameter], matrix, buffers)
@@ -133,9 +131,9 @@ def _strips(number: int, matrix: Matrix, buffers: XBuffers) -> list[tuple[int, i
     return [(-num_columns, number, row) for row in range(0, last_row, STRIP)]
 
 
-def _x_buffers(batch: Batch, ns: NSConfig) -> list[XBuffers]:
+def _x_buffers(batch: Batch) -> list[XBuffers]:
     """The buffers of each matrix of a batch."""
-    last = batch.other if num_rectangular(batch.shape, ns, in_chain=batch.in_panels) % 2 else batch.x
+    last = batch.other if batch.num_moves % 2 else batch.x
     count = batch.shape[0]
     pairs = (x.unflatten(0, (count, -1)) for x in (batch.x, last)) if batch.in_panels else (batch.x, last)
     return [XBuffers(x, o, batch.last_tile) for x, o in zip(*pairs, strict=True)]
