@@ -392,6 +392,7 @@ def last(tile: Tile, *, full: bool, squares: bool, param: str, master: int, dtyp
     block = tile.rows, tile.columns
     shapes = {"s": (tile.rows, tile.depth), "x": (tile.depth, tile.columns), "c": block, "o": block}
     types = {f"{name}_desc": f"tensordesc<{SHORT[dtype]}{[1, *shape]}>" for name, shape in shapes.items()}
+    types["betas"] = "*fp32"
     constants = {
         "HAS_C": full,
         "HAS_SCALE": full,
