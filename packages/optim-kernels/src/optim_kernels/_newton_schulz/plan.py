@@ -79,8 +79,8 @@ class Plan:
         self._batch, self._shape, self._dtype, self._compute_dtype = g.shape, shape, g.dtype, dtype
         count, m, n = g.shape
         kind = dtype, g.device
-        in_factors, in_pairs = takes_factors(count, m, n, *kind), takes_pairs(count, m, *kind)
-        jobs = jobs_of(config, m, n, in_factors=in_factors, in_pairs=in_pairs)
+        in_factors = config.restarts_alone_in_factors and takes_factors(count, m, n, *kind)
+        jobs = jobs_of(config, m, n, in_factors=in_factors, in_pairs=takes_pairs(count, m, *kind))
         in_int8 = starts_in_int8(m, n, config, g.device)
         self._config, self._launches = config, JobLaunches(jobs, config, in_int8=in_int8)
         is_direct = in_int8 or not g.is_cuda or config.steps == 0
