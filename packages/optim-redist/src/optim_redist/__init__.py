@@ -23,7 +23,7 @@ What is where:
     multi_axis redistributors           the notebook's distributions, and ways from one to another
     collective_costs dist optim         the notebook's cost models, and its two namespaces
     _multi_axis                         searches and bounds behind the notebook's names
-    cli benchmarking                    the command line, and times beside DTensor's
+    __main__ cli benchmarking           the command line, and times beside DTensor's
     errors units _dtypes _tools         errors, quantities in words, types of elements, other tools
 """
 
