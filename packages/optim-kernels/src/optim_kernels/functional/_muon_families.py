@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -114,20 +115,18 @@ def families_of(
     room: Room = partial(memory, dtype=dtype, device=device)
     first = 0
     for m, members in groupby(matrices, key=lambda matrix: matrix.shape[0]):
-
-        def key(n: int, m: int = m) -> tuple[bool, bool]:
-            return ns.method_for(m, n) == "gram", steps_in_factors(m, n, ns, dtype, device)
-
         shapes = [(n, len(list(each))) for n, each in groupby(members, key=lambda matrix: matrix.shape[1])]
-        may_launch = ending is not Ending.STORE
-        chained = shapes if takes_step_chain(shapes, m, ns, dtype, device, may_launch=may_launch) else []
+        in_factors = {n for n, _ in shapes if steps_in_factors(m, n, ns, dtype, device)}
         if tiles == "shape":
-            chained = [(n, count) for n, count in shapes if steps_in_factors(m, n, ns, dtype, device)]
-        unchained = [shape for shape in shapes if shape not in chained]
-        for (_, in_factors), family in groupby(unchained, key=lambda shape: key(shape[0])):
+            chained = [shape for shape in shapes if shape[0] in in_factors]
+        else:
+            may_launch = ending is not Ending.STORE
+            chained = shapes if takes_step_chain(shapes, m, ns, dtype, device, may_launch=may_launch) else []
+        unchained = [(ns.method_for(m, n), n in in_factors, n, k) for n, k in shapes if (n, k) not in chained]
+        for _, family in groupby(unchained, key=itemgetter(0, 1)):
             families.append([])
-            for n, count in family:
-                families[-1].append(_batch(first, (count, m, n), ns, ending, tiles, room, in_factors=in_factors))
+            for _, is_long, n, count in family:
+                families[-1].append(_batch(first, (count, m, n), ns, ending, tiles, room, in_factors=is_long))
                 first += count
         if chained:
             moves = [does_move(m, n, ns, ending, in_factors=True) for n, _ in chained]
