@@ -377,6 +377,7 @@ def test_complex_parameters_are_stepped_as_by_torch() -> None:
         ("betas", (0.9, 1.5), r"betas\[1\] must be from 0 to below 1, got 1.5"),
         ("betas", (torch.tensor(1.0), torch.tensor(0.99)), r"betas\[0\] must be from 0 to below 1, got 1"),
         ("betas", (math.nan, 0.99), r"betas\[0\] must be from 0 to below 1, got nan"),
+        ("betas", (0.9, None), r"betas\[1\] must be a number or a 1-element tensor, got None"),
         ("weight_decay", torch.tensor([0.1]).to_sparse(), "weight_decay must be a dense tensor, got one in .*coo"),
         ("lr", torch.tensor(0.5).to(torch.float8_e4m3fn), "lr must be a number .*, got torch.float8_e4m3fn"),
         ("max_norm", torch.tensor(0.5, device="meta"), "max_norm is on meta, and so has no value"),
@@ -390,6 +391,9 @@ def test_complex_parameters_are_stepped_as_by_torch() -> None:
         ("foreach", "no", "foreach must be None, True or False, got 'no'"),
         ("fused", "no", "fused must be None, True or False, got 'no'"),
         ("maximize", torch.ones(2), r"maximize must be True or False, got tensor\(\[1., 1.\]\)"),
+        ("amsgrad", torch.ones(2), r"amsgrad must be True or False, got tensor\(\[1., 1.\]\)"),
+        ("amsgrad", np.ones(2), r"amsgrad must be True or False, got array\(\[1., 1.\]\)"),
+        ("amsgrad", torch.ones(2).to_sparse(), r"amsgrad must be True or False, got tensor"),
         ("maximize", np.ones(2), r"maximize must be True or False, got array\(\[1., 1.\]\)"),
         ("foreach", torch.tensor(True, device="meta"), "foreach must be None, True or False, got tensor"),
     ],
@@ -687,6 +691,14 @@ def test_a_switch_that_is_no_bool_may_be_off() -> None:
     before = [p.detach().clone() for p in params]
     TritonAdamW([{"params": [p], "differentiable": off} for p, off in zip(params, (False, 0))], impl="torch").step()
     assert not any(map(torch.equal, params, before))
+
+
+def test_a_limit_of_other_groups_that_is_an_array_is_refused_by_name() -> None:
+    params = make_params()
+    optimizer = TritonAdamW([{"params": params[:1]}, {"params": params[1:]}], max_norm=1.0)
+    optimizer.param_groups[1]["max_norm"] = np.ones(3)
+    with pytest.raises(ValueError, match="max_norm must be a number, got an array"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("order", [Decimal(3), np.array(3), torch.tensor(3.0)], ids=repr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import weakref
 from decimal import Decimal
 from itertools import chain
@@ -102,6 +103,9 @@ def test_a_list_among_the_options_may_be_written_to(impl: str, kept_in: Any) -> 
         ("ns_steps", 5.0, r"steps must be an int from 0 to 99, got 5\.0"),
         ("ns_restarts", (2.0,), r"restarts must be None, 'accurate' or step numbers, got \(2\.0,\)"),
         ("eps", Decimal("1e-7"), "eps must be a number, got Decimal"),
+        ("beta2", math.nan, r"beta2 should be None or in \[0, 1\) but is: nan"),
+        ("beta2", 1.5, r"beta2 should be None or in \[0, 1\) but is: 1\.5"),
+        ("cautious", torch.ones(2), r"cautious must be True or False, got tensor"),
     ],
 )
 def test_options_that_are_wrong_by_now_are_refused(impl: str, option: str, value: Any, words: str) -> None:

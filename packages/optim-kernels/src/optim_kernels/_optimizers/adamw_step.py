@@ -124,12 +124,12 @@ class AdamWStep:
                 for group in groups
                 for beta1, beta2 in [group["betas"]]
             ]
+            self.plan.get_ready(grads, scalars, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
         except (TypeError, ValueError):
-            # find the group whose betas are no pair
+            # find the group whose betas are no pair, or a number that is none, by the options' own names
             for group in groups:
                 check_adamw_scalars(group)
             raise
-        self.plan.get_ready(grads, scalars, grad_scale=grad_scale, found_inf=found_inf, clip_factor=clip_factor)
 
     def launch(self) -> None:
         """The rest of ``run``: the launches."""
@@ -214,15 +214,18 @@ class PreparedStep:
         Args:
             states: ``None`` if nobody can have changed them.
         """
-        return (
-            list(map(type, grads)) == self._types
-            and [len(group["params"]) for group in groups] == self._sizes
-            and all(map(is_, groups, self._groups))
-            and list(map(self._of_group, groups)) == self._options
-            and all(map(is_, params, self._params))
-            and (self.kernels is None or self.kernels.is_for(self._of_kernels(params)))
-            and (states is None or self._has(states))
-        )
+        try:
+            return (
+                list(map(type, grads)) == self._types
+                and [len(group["params"]) for group in groups] == self._sizes
+                and all(map(is_, groups, self._groups))
+                and list(map(self._of_group, groups)) == self._options
+                and all(map(is_, params, self._params))
+                and (self.kernels is None or self.kernels.is_for(self._of_kernels(params)))
+                and (states is None or self._has(states))
+            )
+        except (RuntimeError, ValueError):  # an option is an array or tensor now, which cannot be compared
+            return False
 
     def _has(self, states: Mapping[Tensor, State]) -> bool:
         return (

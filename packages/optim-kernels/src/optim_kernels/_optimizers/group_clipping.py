@@ -59,7 +59,7 @@ def clipping_of_step(optimizer: StatefulOptimizer, grads: Sequence[Tensor | None
     """The clipping that all groups now ask for; raises as `check_clipping` does, since options may have changed."""
     each = [_clipping_of(group) for group in optimizer.param_groups] or [(None, 2.0)]
     max_norm, norm_type = each[0]
-    are_plain = are_numbers((norm_type,) if max_norm is None else each[0])
+    are_plain = are_numbers(number for pair in each for number in pair if number is not None)
     is_known_good = are_plain and (max_norm is None or (max_norm > 0 and not has_dtensors(grads)))
     if not is_known_good or any(other != each[0] for other in each):
         for group in optimizer.param_groups:

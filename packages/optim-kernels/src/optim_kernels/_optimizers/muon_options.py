@@ -169,15 +169,15 @@ def _check_ranges(group: Mapping[str, Any], *, least: float) -> None:
     if not group["weight_decay"] >= least:
         raise ValueError(f"weight decay should be >= 0 but is: {group['weight_decay']}")
     beta2 = group["beta2"]
-    if beta2 is not None and not 0.0 <= beta2 < 1.0:
-        raise ValueError(f"beta2 should be None or in [0, 1) but is: {beta2}")
+    if isinstance(beta2, Tensor):
+        _check_beta2(beta2.item())
 
 
 def check_muon_scalars(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """The group's hyperparameters, in the order of ``HYPERPARAMETERS``, with 0 for a ``beta2`` that is None.
 
-    Raises where one is not a number, or has no value; values on a device are not read. Fast for Python numbers, as
-    every step calls it.
+    Raises where one is not a number, or has no value, and for a number ``beta2`` with which no step can be taken.
+    Values of tensors are not read. Fast for Python numbers, as every step calls it.
     """
     beta2 = group["beta2"]
     scalars = (group["lr"], group["weight_decay"], group["momentum"], 0.0 if beta2 is None else beta2)
@@ -187,7 +187,13 @@ def check_muon_scalars(group: Mapping[str, Any]) -> tuple[Any, ...]:
         check_values(group["params"], **numbers)
     else:
         check_python_numbers(HYPERPARAMETERS, scalars)
+    _check_beta2(scalars[-1])
     return scalars
+
+
+def _check_beta2(beta2: Any) -> None:
+    if not isinstance(beta2, Tensor) and not 0.0 <= beta2 < 1.0:
+        raise ValueError(f"beta2 should be None or in [0, 1) but is: {beta2}")
 
 
 def check_choices(group: Mapping[str, Any]) -> None:

@@ -37,7 +37,10 @@ class KnownOptions:
 
     def are_unchanged(self) -> bool:
         """Whether the groups still have these options."""
-        return list(map(_options_of, self._groups)) == self._options
+        try:
+            return list(map(_options_of, self._groups)) == self._options
+        except (RuntimeError, ValueError):  # one is an array or tensor now, which cannot be compared
+            return False
 
 
 class SteadyStep:
