@@ -564,6 +564,32 @@ def test_a_group_takes_no_options_from_defaults_that_lack_them():
             assert again.param_groups[-1]["maximize"] is True
 
 
+def test_another_kind_of_a_group_counts_from_rebuild_plan_on():
+    p = nn.Parameter(torch.ones(4, 4))
+    optimizer = TritonDistMuonAdamW([{"kind": "muon", "params": [p], "impl": "torch"}])
+    group = optimizer.param_groups[0]
+    group |= {"kind": "adamw", "betas": (0.9, 0.99), "eps": 1e-8}
+    p.grad = torch.ones(4, 4)
+    with pytest.raises(RuntimeError, match=r"kind of param_groups\[0\] is 'adamw' by now, .* rebuild_plan\(\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    group["kind"] = "adam"
+    with pytest.raises(ValueError, match="kind must be 'muon' or 'adamw', got 'adam'"):
+        optimizer.rebuild_plan()
+    del group["kind"]
+    with pytest.raises(ValueError, match="kind must be 'muon' or 'adamw', got None"):
+        optimizer.rebuild_plan()
+    group["kind"] = "adamw"
+    del group["eps"]
+    with pytest.raises(KeyError, match=r"param_groups\[0\] has lost its 'eps'"):
+        optimizer.rebuild_plan()
+    group["eps"] = 1e-8
+    optimizer.rebuild_plan()
+    p.grad = torch.ones(4, 4)
+    optimizer.step()
+    assert "exp_avg" in optimizer.state[p]
+
+
 @pytest.mark.parametrize(
     "given", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), [None]], ids=["model", "list", "none"]
 )

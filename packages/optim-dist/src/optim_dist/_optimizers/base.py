@@ -154,6 +154,7 @@ class DistOptimizer(StatefulOptimizer):
         self.communicator.check_ranks()
         self.check_listed()
         self._places.check()
+        self._check_kinds()
         self._planned_views.check(self.param_groups, self._views)
         self._group_checks.check(self.param_groups, self._routes_of_groups)
         self._scaled_groups.follow(self.entries)

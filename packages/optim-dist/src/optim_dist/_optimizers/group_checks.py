@@ -44,7 +44,7 @@ class GroupChecks:
             except (TypeError, ValueError) as error:
                 raise type(error)(f"param_groups[{number}]: {error}") from None
             except KeyError as error:
-                raise KeyError(f"param_groups[{number}] has lost its {error}, which every step reads") from None
+                raise lost(number, error) from None
 
     def _check_muon(self, number: int, group: Mapping[str, Any]) -> None:
         check_muon_scalars(group)
@@ -52,6 +52,11 @@ class GroupChecks:
         if checked is not group or options is None or not options.are_unchanged():
             check_choices(group)
             self._checked[number] = group, KnownOptions([group])
+
+
+def lost(number: int, error: KeyError) -> KeyError:
+    """The error for an option that group ``number`` has no more."""
+    return KeyError(f"param_groups[{number}] has lost its {error}, which every step reads")
 
 
 def _check_betas(betas: Sequence[Any]) -> None:

@@ -19,6 +19,7 @@ from optim_dist._optimizers.before_building import compare_before_building
 from optim_dist._optimizers.bucketed import BucketedParameters
 from optim_dist._optimizers.entries import Entry
 from optim_dist._optimizers.gradient_dtype import GradientDtypes
+from optim_dist._optimizers.group_checks import lost
 from optim_dist._optimizers.live import LiveOptimizer, live_optimizers
 from optim_dist._optimizers.options import Options, groups_of
 from optim_dist._optimizers.parameter_checks import Meshes
@@ -63,7 +64,7 @@ class PlannedOptimizer(LiveOptimizer):
         """Refuse states that cannot be moved to another plan."""
 
     def _views(self, group: dict[str, Any]) -> Sequence[MatrixView | None]:
-        return self._routes[self._route_name(group)].views(group)
+        return self._route(group).views(group)
 
     def _block(self, entry: Entry) -> int:
         return self._routes[entry.route].block(entry.parameter, self.param_groups[entry.group])
@@ -77,7 +78,23 @@ class PlannedOptimizer(LiveOptimizer):
         return group
 
     def _check_group(self, group: dict[str, Any], *, stepped: bool) -> None:
-        self._routes[self._route_name(group)].check_group(group, stepped=stepped)
+        self._route(group).check_group(group, stepped=stepped)
+
+    def _route(self, group: dict[str, Any]) -> Route:
+        name = self._route_name(group)
+        if name not in self._routes:
+            raise ValueError(f"kind must be {' or '.join(map(repr, self._routes))}, got {name!r}")
+        return self._routes[name]
+
+    def _check_kinds(self) -> None:
+        """Refuse groups that ask for another update than the one that they were planned for."""
+        for number, route in self._routes_of_groups.items():
+            name = self._route_name(self.param_groups[number])
+            if name != route:
+                raise RuntimeError(
+                    f"kind of param_groups[{number}] is {name!r} by now, but its parameters were planned for "
+                    f"{route!r}; call rebuild_plan() on all ranks, after zero_grad(), or put it back"
+                )
 
     def _connect(self) -> None:
         """Make the plan for the groups as they are and, over several ranks, move parameters into buckets."""
@@ -183,8 +200,11 @@ class PlannedOptimizer(LiveOptimizer):
         with agreement.refused_together("the plan was not rebuilt", self.communicator):
             self.check_places()
             self._planned_views.check(self.param_groups, self._views)
-            for group in self.param_groups:
-                self._check_group(group, stepped=True)
+            for number, group in enumerate(self.param_groups):
+                try:
+                    self._check_group(group, stepped=True)
+                except KeyError as error:
+                    raise lost(number, error) from None
             self._check_states()
             step_checks.check_no_gradients(
                 construction.names_of(self.param_groups, self._options.model), self.param_groups
