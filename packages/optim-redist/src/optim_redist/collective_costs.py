@@ -94,18 +94,24 @@ class CostModel(ABC):
         """Every process sends a different part of what it holds to every other."""
 
 
-def _charged(formula: Formula) -> staticmethod[..., Cost]:
-    """A collective of a cost model that costs what the formula says."""
-
-    def collective(n_procs: int, n_elements: int) -> Cost:
-        return Cost(*formula(n_procs, n_elements))
-
-    return staticmethod(collective)
-
-
 def _to_all(p: int, v: int) -> tuple[float, float, float]:
     """What every process holds arrives at every other."""
     return _rounds(p), float((p - 1) * v), 0
+
+
+def _parts_to_all(p: int, v: int) -> tuple[float, float, float]:
+    """A p-th of what every process holds arrives at every other."""
+    return _rounds(p), (p - 1) * v / p, 0
+
+
+def _swapped(p: int, v: int) -> tuple[float, float, float]:
+    """What every process holds goes to one other."""
+    return (1, float(v), 0) if p > 1 else (0, 0, 0)
+
+
+def _swapped_by_all(p: int, v: int) -> tuple[float, float, float]:
+    """As ``_swapped``, with the elements of all processes charged to each."""
+    return (1, float(p * v), 0) if p > 1 else (0, 0, 0)
 
 
 class IdealLowerBoundsCM(CostModel):
@@ -118,14 +124,31 @@ class IdealLowerBoundsCM(CostModel):
     grows_with_processes = True
     formulas: ClassVar[Mapping[str, Formula]] = {
         "allgather": _to_all,
-        "permute": lambda p, v: (1, float(p * v), 0) if p > 1 else (0, 0, 0),
+        "permute": _swapped_by_all,
         "alltoall": _to_all,
     }
-    allgather = _charged(formulas["allgather"])
-    permute = _charged(formulas["permute"])
-    alltoall = _charged(formulas["alltoall"])
-    allreduce = _charged(lambda p, v: (_rounds(p), 2 * float((p - 1) * v), float((p - 1) * v)))
-    reduce_scatter = _charged(lambda p, v: (_rounds(p), float((p - 1) * v), float((p - 1) * v) / p))
+
+    @staticmethod
+    def allgather(n_procs: int, n_elements: int) -> Cost:
+        return Cost(*_to_all(n_procs, n_elements))
+
+    @staticmethod
+    def permute(n_procs: int, n_elements: int) -> Cost:
+        return Cost(*_swapped_by_all(n_procs, n_elements))
+
+    @staticmethod
+    def allreduce(n_procs: int, n_elements: int) -> Cost:
+        volume = float((n_procs - 1) * n_elements)
+        return Cost(_rounds(n_procs), 2 * volume, volume)
+
+    @staticmethod
+    def reduce_scatter(n_procs: int, n_elements: int) -> Cost:
+        volume = float((n_procs - 1) * n_elements)
+        return Cost(_rounds(n_procs), volume, volume / n_procs)
+
+    @staticmethod
+    def alltoall(n_procs: int, n_elements: int) -> Cost:
+        return Cost(*_to_all(n_procs, n_elements))
 
 
 class TextbookCM(CostModel):
@@ -134,11 +157,28 @@ class TextbookCM(CostModel):
     grows_with_processes = True
     formulas: ClassVar[Mapping[str, Formula]] = {
         "allgather": _to_all,
-        "permute": lambda p, v: (1, float(v), 0) if p > 1 else (0, 0, 0),
-        "alltoall": lambda p, v: (_rounds(p), (p - 1) * v / p, 0),
+        "permute": _swapped,
+        "alltoall": _parts_to_all,
     }
-    allgather = _charged(formulas["allgather"])
-    permute = _charged(formulas["permute"])
-    alltoall = _charged(formulas["alltoall"])
-    allreduce = _charged(lambda p, v: (_rounds(p), 2 * ((p - 1) * v / p), (p - 1) * v / p))
-    reduce_scatter = _charged(lambda p, v: (_rounds(p), (p - 1) * v / p, (p - 1) * v / p))
+
+    @staticmethod
+    def allgather(n_procs: int, n_elements: int) -> Cost:
+        return Cost(*_to_all(n_procs, n_elements))
+
+    @staticmethod
+    def permute(n_procs: int, n_elements: int) -> Cost:
+        return Cost(*_swapped(n_procs, n_elements))
+
+    @staticmethod
+    def allreduce(n_procs: int, n_elements: int) -> Cost:
+        volume = (n_procs - 1) * n_elements / n_procs
+        return Cost(_rounds(n_procs), 2 * volume, volume)
+
+    @staticmethod
+    def reduce_scatter(n_procs: int, n_elements: int) -> Cost:
+        volume = (n_procs - 1) * n_elements / n_procs
+        return Cost(_rounds(n_procs), volume, volume)
+
+    @staticmethod
+    def alltoall(n_procs: int, n_elements: int) -> Cost:
+        return Cost(*_parts_to_all(n_procs, n_elements))
