@@ -360,7 +360,9 @@ def test_what_has_no_value_is_refused_by_name(factor: str, value: Any, words: st
 
 
 @pytest.mark.parametrize(
-    "kind", [Tensor.to_sparse, Tensor.to_sparse_csr, lambda x: torch.nested.nested_tensor([x, x])], ids=str
+    "kind",
+    [Tensor.to_sparse, Tensor.to_sparse_csr, lambda x: torch.nested.nested_tensor([x, x])],
+    ids=["sparse", "sparse rows", "nested"],
 )
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
 def test_matrices_are_dense(kind: Any) -> None:
