@@ -1,16 +1,18 @@
-"""Newton–Schulz on one shape or a suite of them, or the Muon step of a model's matrices: ours, peers, the floor.
+"""Newton–Schulz on one shape or a suite of them, or the Muon step of a model's or other matrices, beside peers.
 
     python -m benchmarks.muon_benchmark --dim 2048 --dtype float16 --steps 5 --warmup 3 --runs 10
     python -m benchmarks.muon_benchmark --shape 24 1024 4096
     python -m benchmarks.muon_benchmark --suite --json muon.json --plot muon.png
     python -m benchmarks.muon_benchmark --model d20 --semantics nanochat --ns-dtype bfloat16
+    python -m benchmarks.muon_benchmark --matrices 768x768 2x768x3072
 
 Shapes are measured in each ``--dtype``, a suite in both 16-bit ones: fp16 is the more accurate, bf16 draws less power,
-which is what limits large products. ``--steps`` counts Newton–Schulz steps, ``--runs`` graph replays. The floor is the
-iteration's flops, symmetric halves counted once, at the rate of a large matrix product, and for a step the bytes of its
-elementwise part at the speed of a copy (`benchmarks.ceilings`). Peers are those of `newton_schulz_peers`: torch's own
-ways to write the iteration (as ``torch.optim.Muon`` does, with cuBLAS's ``addmm``, compiled), and installed packages.
-Without a GPU plain torch runs, small.
+which is what limits large products. ``--matrices`` are those of a step, as one rank of many has. ``--steps`` counts
+Newton–Schulz steps, ``--runs`` graph replays. The floor is the iteration's flops, symmetric halves counted once, at the
+rate of a large matrix product, and for a step the bytes of its elementwise part at the speed of a copy
+(`benchmarks.ceilings`). Peers are those of `newton_schulz_peers`: torch's own ways to write the iteration (as
+``torch.optim.Muon`` does, with cuBLAS's ``addmm``, compiled), and installed packages. Without a GPU plain torch runs,
+small.
 """
 
 from __future__ import annotations
@@ -57,13 +59,13 @@ SUITE = (
 def main() -> int:
     arguments = parse()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if arguments.model:
+    if arguments.is_step:
         report = measure_step(arguments, device)
     else:
         shapes = SUITE if arguments.suite else [tuple(arguments.shape or (arguments.dim, arguments.dim))]
         title = f"Newton–Schulz, {arguments.steps} steps, {' and '.join(arguments.dtype)}"
-        cut = f"\non a CPU sides are cut to {CPU_SIDE}" if device == "cpu" else ""
-        report = Report(title, note=f"{ceilings()}{cut}")
+        said = f"\non a CPU sides are cut to {CPU_SIDE}" if device == "cpu" else ""
+        report = Report(title, note=f"{ceilings()}{said}")
         dtypes = [getattr(torch, name) for name in arguments.dtype]
         if not all(measure_iteration(shape, dtype, arguments, device, report) for shape in shapes for dtype in dtypes):
             report = None
@@ -71,7 +73,7 @@ def main() -> int:
         return 1
     report.publish(arguments.json)
     if arguments.plot:
-        if arguments.model:
+        if arguments.is_step:
             report.save_plot(arguments.plot, value="wall_ms", labels=["what"])
         else:
             report.save_plot(arguments.plot, value="of_floor", labels=["what", "dtype"], group="shape")
@@ -82,8 +84,7 @@ def measure_iteration(
     shape: tuple[int, ...], dtype: torch.dtype, arguments: argparse.Namespace, device: str, report: Report
 ) -> bool:
     """Rows of Newton–Schulz on one shape; whether ours is right (else its speed is not reported)."""
-    if device == "cpu":
-        shape = tuple(min(size, CPU_SIDE) for size in shape)
+    shape = cut(shape, device)
     config = iteration_of(arguments)
     num_sets = min(12, timing.num_cold_sets(math.prod(shape) * dtype.itemsize))
     inputs = [torch.randn(shape, device=device).to(dtype) for _ in range(num_sets)]
@@ -121,6 +122,11 @@ def measure_iteration(
             method=config.method_for(*sorted(shape[-2:])) if name == "ours" else None,
         )
     return True
+
+
+def cut(shape: Sequence[int], device: str) -> tuple[int, ...]:
+    """The shape, on a CPU with shorter sides."""
+    return tuple(shape) if device == "cuda" else tuple(min(size, CPU_SIDE) for size in shape)
 
 
 def iteration_of(arguments: argparse.Namespace) -> NSConfig:
@@ -165,9 +171,13 @@ def relative_error(result: Tensor, x: Tensor, config: NSConfig) -> float:
 
 
 def measure_step(arguments: argparse.Namespace, device: str) -> Report | None:
-    """The step of a model's matrices; ``None`` if ours and torch's part further than bf16 products explain."""
-    model = arguments.model if device == "cuda" else "tiny"
-    shapes = muon_shapes(model_shapes(model))
+    """The step of a model's or other matrices; ``None`` if ours and torch's part further than bf16 products explain."""
+    if arguments.matrices:
+        model = ", ".join(f"{number} of {'×'.join(map(str, shape))}" for number, *shape in arguments.matrices)
+        shapes = [cut(shape, device) for number, *shape in arguments.matrices for _ in range(number)]
+    else:
+        model = arguments.model if device == "cuda" else "tiny"
+        shapes = muon_shapes(model_shapes(model))
     dtype = getattr(torch, arguments.dtype[0])
     options: dict[str, Any] = {"ns_dtype": getattr(torch, arguments.ns_dtype) if arguments.ns_dtype else None}
     makers: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {}
@@ -216,9 +226,9 @@ def time_step(optimizer: torch.optim.Optimizer, device: str) -> dict[str, float]
         row["host_us"] = timing.host_us(optimizer.step, num_calls=5)
         if plans_of(optimizer):
             # torch.optim.Muon cannot be captured
-            graph = timing.capture([optimizer.step])
-            timers["graph_ms"] = partial(timing.replay_ms, graph, 1)
-            row["sustained_ms"] = timing.sustained_ms(graph, 1)
+            graph, num_steps = timing.capture_rounds([optimizer.step])
+            timers["graph_ms"] = partial(timing.replay_ms, graph, num_steps)
+            row["sustained_ms"] = timing.sustained_ms(graph, num_steps)
     return timing.alternate(timers) | row
 
 
@@ -227,12 +237,22 @@ def plans_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     return optimizer.plans() if isinstance(optimizer, TritonMuon | TritonMuonAdamW) else []
 
 
+def matrices(text: str) -> tuple[int, int, int]:
+    """How many matrices, their rows and columns, from ``4x768x3072``, or ``768x3072`` for one."""
+    numbers = list(map(count, text.split("x")))
+    if len(numbers) not in (2, 3):
+        raise argparse.ArgumentTypeError(f"expected matrices as 4x768x3072 or 768x3072, got {text!r}")
+    number, rows, columns = numbers if len(numbers) == 3 else (1, *numbers)
+    return number, rows, columns
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dim", type=count, default=2048, help="one square matrix of this size")
     parser.add_argument("--shape", type=count, nargs="+", help="a matrix, or a batch of matrices, of this shape")
     parser.add_argument("--suite", action="store_true", help="all shapes of the suite")
     parser.add_argument("--model", choices=MODELS, help="the full step of this model's matrices")
+    parser.add_argument("--matrices", type=matrices, nargs="+", help="the full step of these, as 4x768x3072 or 768x768")
     parser.add_argument("--semantics", default="torch", choices=["torch", "nanochat"])
     parser.add_argument(
         "--dtype",
@@ -254,14 +274,17 @@ def parse() -> argparse.Namespace:
     add_json(parser)
     parser.add_argument("--plot", help="draw the rows into this file")
     arguments = parser.parse_args()
+    arguments.is_step = bool(arguments.model or arguments.matrices)
+    if arguments.model and arguments.matrices:
+        parser.error("a step is that of a --model or of --matrices, got both")
     if arguments.dtype is None:
         arguments.dtype = (
-            ["bfloat16"] if arguments.model else ["float16", "bfloat16"] if arguments.suite else ["float16"]
+            ["bfloat16"] if arguments.is_step else ["float16", "bfloat16"] if arguments.suite else ["float16"]
         )
-    if arguments.model and len(arguments.dtype) > 1:
-        parser.error(f"--dtype is one dtype for a --model, got {' '.join(arguments.dtype)}")
-    if arguments.ns_dtype and not arguments.model:
-        parser.error("--ns-dtype is for a --model; a shape's products take its --dtype")
+    if arguments.is_step and len(arguments.dtype) > 1:
+        parser.error(f"--dtype is one dtype for a step, got {' '.join(arguments.dtype)}")
+    if arguments.ns_dtype and not arguments.is_step:
+        parser.error("--ns-dtype is for a step; a shape's products take its --dtype")
     if arguments.shape and len(arguments.shape) < 2:
         parser.error(f"--shape is that of a matrix or a batch of matrices, got {arguments.shape[0]} alone")
     try:

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,42 @@ def test_no_speed_of_a_wrong_result(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 @on_cpu
+def test_a_step_of_matrices_as_they_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU with sides cut, as shapes are."""
+    table, made = tmp_path / "rows.json", []
+    make = muon_benchmark.make_parameters
+
+    def noted(shapes: list[tuple[int, ...]], *more: Any) -> list[torch.nn.Parameter]:
+        made.append(shapes)
+        return make(shapes, *more)
+
+    monkeypatch.setattr(muon_benchmark, "make_parameters", noted)
+    assert run(monkeypatch, "--matrices", "2x16x24", "20x200", "--json", str(table)) == 0
+    assert made == 2 * [[(16, 24), (16, 24), (20, 128)]]
+    content = json.loads(table.read_text())
+    assert content["title"] == "Muon step, 2 of 16×24, 1 of 20×200, bfloat16, torch semantics"
+    assert [row["what"] for row in content["rows"]] == ["TritonMuon", "torch.optim.Muon"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--matrices", "16x0"], "expected a whole number from 1 on, got '0'"),
+        (["--matrices", "16"], "expected matrices as 4x768x3072 or 768x3072, got '16'"),
+        (["--matrices", "16x16", "--model", "d20"], "a step is that of a --model or of --matrices, got both"),
+        (["--matrices", "16x16", "--dtype", "float16", "bfloat16"], "--dtype is one dtype for a step"),
+    ],
+    ids=str,
+)
+def test_matrices_that_make_no_step_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, *arguments)
+    assert words in capsys.readouterr().err
+
+
+@on_cpu
 @pytest.mark.parametrize("semantics", ["torch", "nanochat"])
 def test_a_model_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, semantics: str) -> None:
     table = tmp_path / "rows.json"
@@ -88,8 +125,8 @@ def test_the_suite_is_in_both_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model", "d20", "--dtype", "float16", "bfloat16"], "--dtype is one dtype for a --model"),
-        (["--dim", "64", "--ns-dtype", "bfloat16"], "--ns-dtype is for a --model"),
+        (["--model", "d20", "--dtype", "float16", "bfloat16"], "--dtype is one dtype for a step"),
+        (["--dim", "64", "--ns-dtype", "bfloat16"], "--ns-dtype is for a step"),
         (["--dim", "64", "--dtype", "int8"], "invalid choice"),
         (["--model", "d21"], "invalid choice: 'd21'"),
         (["--shape", "64"], "--shape is that of a matrix or a batch of matrices, got 64 alone"),
