@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from h200 import on_an_h200
 from plain_products import by_torch
-from random_tensors import DEVICE
+from random_tensors import DEVICE, give_gradients, random_parameters
 from torch import Tensor
 
-from optim_kernels import NSConfig, reference
+from optim_kernels import NSConfig, TritonMuon, reference
 
 pytest.importorskip("triton")
+from optim_kernels._newton_schulz import chain as hopper_chain
 from optim_kernels._newton_schulz import job_launches
 from optim_kernels._newton_schulz.tiles import FULL_PRECISION
 from optim_kernels.functional import _muon_products
@@ -87,6 +89,54 @@ def test_each_matrix_is_brought_to_norm_1_and_orthogonalized(
         of_c = {"c": last.c, "beta": last.beta, "betas": last.betas}
         options = {"alpha": last.alpha, "scale": last.scale, "out": last.out, **of_c}
         torch.testing.assert_close(by_torch(last.s, last.x, **options), wanted, atol=atol, rtol=0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")
+@pytest.mark.parametrize("workspace", [None, 0.6], ids=["whole", "in-parts"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"beta2": 0.9}, {"renormalize": True, "row_equilibrate": True}, {"ns_coefficients": "cubic5"}],
+    ids=["update", "normuon", "renormalized", "cubic"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_step_of_few_matrices_on_an_h200(
+    monkeypatch: pytest.MonkeyPatch,
+    products: list[Any],
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    workspace: float | None,
+) -> None:
+    """Long ones restart in factors, others of their short side by X; what is around the products is interpreted."""
+    shapes = [(72, 216), (240, 72), (72, 112), (240, 72), (136, 408), (16, 48)]
+    params, wanted = (random_parameters(*shapes, dtype=dtype, scale=0.1) for _ in range(2))
+    common: dict[str, Any] = {"lr": 0.1, "ns_method": "gram", **options}
+    plain = TritonMuon(wanted, impl="torch", ns_dtype=torch.float32, **common)
+    for seed in range(2):
+        give_gradients(*wanted, seed=seed)
+        plain.step()
+
+    on_an_h200(monkeypatch)
+    monkeypatch.setattr(hopper_chain, "_can_chain", lambda *_: True)
+    monkeypatch.setattr(hopper_chain, "num_multiprocessors", lambda _: 132)
+    optimizer = TritonMuon(params, impl="triton", ns_dtype=torch.float16, ns_workspace_mb=workspace, **common)
+    for seed in range(2):
+        give_gradients(*params, seed=seed)
+        optimizer.step()
+    families = [family for plan in optimizer.plans() for family in plan._launches._families]
+    found = [[(batch.shape, batch.in_factors) for batch in family] for family in families]
+    assert found == [
+        [((1, 16, 48), True)],
+        [((1, 72, 112), False)],
+        [((1, 72, 216), True), ((2, 72, 240), True)],
+        [((1, 136, 408), True)],
+    ]
+    assert len(optimizer.plans()) == (1 if workspace is None else 2)
+    tiles = {how for plan in optimizer.plans() for how in plan.tiles.values()}
+    # the only product with a long X is the last one
+    assert tiles == {"128×128 alone / 64×64 alone / 64×128", "64×64 alone / 64×64 alone / 128×128"}
+    assert (families[2][0].x is families[2][0].other) == (not {"beta2", "renormalize"} & {*options})
+    for p, q in zip(params, wanted, strict=True):
+        torch.testing.assert_close(p, q, atol=1e-3 if dtype == torch.float32 else 4e-3, rtol=0)
 
 
 def test_tiles_by_shape_take_no_pairs(monkeypatch: pytest.MonkeyPatch) -> None:

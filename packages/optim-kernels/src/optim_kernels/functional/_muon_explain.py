@@ -25,13 +25,13 @@ def _tiles_of(family: Family, batch: Batch, ns: NSConfig, tiles: Tiles) -> str:
     # m×m products take all matrices of a family at once
     members = 1 if tiles == "shape" else sum(len(each.x) for each in family)
     kind = batch.x.dtype, batch.x.device
-    taken = (
-        tile_of_factors(batch.x, splitting_tile)
-        if batch.in_factors
-        else choose_tile(*kind, lambda sms, hopper: symmetric_tile(m, n, count, sms, True, hopper)),
-        choose_tile(*kind, lambda sms, hopper: symmetric_tile(m, m, members, sms, False, hopper)),
-        choose_tile(*kind, lambda sms, hopper: general_tile(m, n, m, count, sms, hopper)),
-    )
+    square = choose_tile(*kind, lambda sms, hopper: symmetric_tile(m, m, members, sms, False, hopper))
+    if batch.in_factors:
+        # X is multiplied once
+        taken = tile_of_factors(batch.x, splitting_tile), square, batch.last_tile
+    else:
+        gram = choose_tile(*kind, lambda sms, hopper: symmetric_tile(m, n, count, sms, True, hopper))
+        taken = gram, square, choose_tile(*kind, lambda sms, hopper: general_tile(m, n, m, count, sms, hopper))
     start = ", first step in int8" if starts_in_int8(m, n, ns, batch.x.device) else ""
     return " / ".join(map(_words, taken)) + start
 
