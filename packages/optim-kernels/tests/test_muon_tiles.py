@@ -25,7 +25,7 @@ from optim_utils.param_groups import MatrixView
 
 pytest.importorskip("triton")
 from optim_kernels._newton_schulz import chain as hopper_chain
-from optim_kernels._newton_schulz import job_launches, tile_choice
+from optim_kernels._newton_schulz import int8_start, job_launches, tile_choice
 from optim_kernels._newton_schulz.chain_jobs import Ending, jobs_of, num_squares
 from optim_kernels._newton_schulz.job_launches import JobLaunches, Part, Places
 from optim_kernels._newton_schulz.tiles import FULL_PRECISION, Tile, general_tile, symmetric_tile
@@ -125,6 +125,25 @@ def test_chains_have_those_alone_that_take_one_however_few_they_are(
         # where the number of matrices counts, few have launches; but not if X's last product is one of them
         assert placed([shape], "auto")[1] == placed([shape], "auto", Ending.SQUARES)[1] == set()
         assert placed([shape], "auto", Ending.STORE)[1] == chained & {shape}
+
+
+def test_matrices_that_start_in_int8_do_whatever_others_there_are(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer ones of the same iteration, which do not, are a family of their own."""
+    monkeypatch.setattr(int8_start, "is_interpreted", lambda: False)
+    monkeypatch.setattr(int8_start, "has_gluon", lambda _: True)
+    gpu, ns = torch.device("cuda", 0), NSConfig(method="standard")
+
+    def room(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    shapes = [(3584, 3584), (3584, 2**17), (3584, 2**17 + 8)]
+    found, _ = families_of(
+        [matrix(*shape) for shape in shapes], ns, torch.float16, gpu, ending=Ending.UPDATE, tiles="auto", memory=room
+    )
+    assert [[batch.shape for batch in family] for family in found] == [
+        [(1, *shapes[0]), (1, *shapes[1])],
+        [(1, *shapes[2])],
+    ]
 
 
 @pytest.mark.parametrize(

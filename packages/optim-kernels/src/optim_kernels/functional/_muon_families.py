@@ -20,6 +20,7 @@ from optim_kernels._kernels import muon_table as fields
 from optim_kernels._newton_schulz.chain import steps_in_factors, takes_step_chain
 from optim_kernels._newton_schulz.chain_jobs import Ending
 from optim_kernels._newton_schulz.config import NSConfig, Tiles
+from optim_kernels._newton_schulz.int8_start import starts_in_int8
 from optim_kernels._newton_schulz.tile_choice import choose_tile
 from optim_kernels._newton_schulz.tiles import PING_PONG, Tile, cdiv, general_tile
 from optim_kernels.functional._muon_matrices import Matrix
@@ -122,10 +123,14 @@ def families_of(
         else:
             may_launch = ending is not Ending.STORE
             chained = shapes if takes_step_chain(shapes, m, ns, dtype, device, may_launch=may_launch) else []
-        unchained = [(ns.method_for(m, n), n in in_factors, n, k) for n, k in shapes if (n, k) not in chained]
-        for _, family in groupby(unchained, key=itemgetter(0, 1)):
+        unchained = [
+            ((ns.method_for(m, n), n in in_factors, starts_in_int8(m, n, ns, device)), n, count)
+            for n, count in shapes
+            if (n, count) not in chained
+        ]
+        for (_, is_long, _), family in groupby(unchained, key=itemgetter(0)):
             families.append([])
-            for _, is_long, n, count in family:
+            for _, n, count in family:
                 families[-1].append(_batch(first, (count, m, n), ns, ending, tiles, room, in_factors=is_long))
                 first += count
         if chained:

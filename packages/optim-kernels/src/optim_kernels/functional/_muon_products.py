@@ -53,9 +53,7 @@ class FamilyProducts:
         self._num_matrices = sum(batch.shape[0] for batch in family)
         in_pairs = tiles == "auto" and takes_pairs(self._num_matrices, m, x.dtype, x.device)
         self._jobs = jobs_of(ns, m, n, in_factors=family[0].in_factors, in_pairs=in_pairs)
-        # a family has one m and one method, so its matrices all do or all do not, but for rows of 2^17 numbers
-        in_int8 = all(starts_in_int8(m, batch.shape[2], ns, x.device) for batch in family)
-        self._launches = JobLaunches(self._jobs, ns, in_int8=in_int8, tiles=tiles)
+        self._launches = JobLaunches(self._jobs, ns, in_int8=starts_in_int8(m, n, ns, x.device), tiles=tiles)
         self.count = sum(1 if job.kind in (Kind.SQUARE, Kind.FULL) else len(family) for job in self._jobs)
 
     def run(self) -> None:
