@@ -20,8 +20,12 @@ from optim_kernels import NSConfig, TritonMuon, TritonMuonAdamW
 from optim_kernels.muon_groups import MuonPlanner, ns_config_of
 
 pytest.importorskip("triton")
+from optim_kernels._newton_schulz.chain import Chain
+from optim_kernels._newton_schulz.chain_jobs import MatrixGroup, jobs_of
 from optim_kernels._newton_schulz.int8_start import nbytes_of_first_step
+from optim_kernels._newton_schulz.tiles import cdiv
 from optim_kernels.functional._muon_batch_plan import MuonBatchPlan, workspace_of
+from optim_kernels.functional._muon_families import PANEL
 from optim_kernels.functional._muon_matrices import MuonTensors
 from optim_kernels.functional._muon_workspace import nbytes_of_factors, nbytes_of_x
 from optim_kernels.reference.muon import MuonRule
@@ -185,6 +189,40 @@ def test_long_matrices_take_one_x(
 
     assert num_x_of((768, 3072), (3072, 768), (768, 1024)) == [num_x, num_x, 2]
     assert num_x_of((768, 3072), (257, 1023))[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "num_products"),
+    [({"steps": 1}, 1), ({"steps": 3, "method": "gram", "restarts": ()}, 1), ({}, 5)],
+    ids=str,
+)
+@pytest.mark.parametrize("variance", [False, True])
+def test_a_single_product_with_x_moves_it_only_if_it_is_stored(
+    options: dict[str, Any], num_products: int, variance: bool
+) -> None:
+    param, moment = (torch.empty(shape, device="meta") for shape in ((16, 24), (24,)))
+    tensors, ns = [MuonTensors(param, param, param, moment)], NSConfig(dtype=torch.float16, **options)
+    common: dict[str, Any] = {"rule": MuonRule(), "ns": ns, "variance": variance, "stochastic_rounding": False}
+    plan = MuonBatchPlan(tensors, **common)
+    ((batch,),) = plan._launches._families
+    assert batch.num_moves == num_products
+    assert (batch.x is not batch.other) == (variance or num_products > 1)
+    ((of_x, _),) = workspace_of(tensors, **common)
+    assert of_x == nbytes_of_x(16, 24, torch.float16, moves=batch.x is not batch.other)
+
+
+def test_diagonals_that_are_kept_apart_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain has them of all matrices of its plan that come before its own, too."""
+    monkeypatch.setattr("optim_kernels.functional._muon_batch_plan.steps_in_factors", lambda m, n, *_: n > 2 * m)
+    ns, num_small, (m, n) = NSConfig(dtype=torch.float16), 500, (260, 1040)
+    made = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in [*[(8, 8)] * num_small, (m, n)]]
+    common: dict[str, Any] = {"rule": MuonRule(), "ns": ns, "variance": False, "stochastic_rounding": False}
+    said = sum(factors for _, factors in workspace_of([MuonTensors(t, t, t) for t in made], **common))
+    group = MatrixGroup(tuple(jobs_of(ns, m, n, in_factors=True)), num_small, 1, n, cdiv(n, PANEL))
+    chain = Chain.of([group], m, torch.device("cpu"), in_panels=True)
+    assert chain.has_diagonals
+    # fp32 numbers for each row of its tiles
+    assert 2 * chain.num_squares * m * 264 + 4 * chain.num_matrices * 384 <= said
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

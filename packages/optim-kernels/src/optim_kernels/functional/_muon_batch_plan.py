@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ from optim_kernels.functional._muon_matrices import (
     matrices_of,
 )
 from optim_kernels.functional._muon_tables import MuonTables
-from optim_kernels.functional._muon_workspace import Workspace, nbytes_of_factors, nbytes_of_x
+from optim_kernels.functional._muon_workspace import Workspace, nbytes_of_diagonal, nbytes_of_factors, nbytes_of_x
 from optim_kernels.reference.muon import MuonRule
 
 
@@ -267,13 +268,20 @@ def workspace_of(
     )
 
     @cache
-    def nbytes_of(m: int, n: int) -> tuple[int, int]:
-        in_factors = steps_in_factors(m, n, ns, dtype, device)
-        moves = not in_factors or does_move(m, n, ns, options.ending, in_factors=True)
-        return nbytes_of_x(m, n, dtype, moves=moves), nbytes_of_factors(m, n, ns, dtype)
+    def in_factors(m: int, n: int) -> bool:
+        return steps_in_factors(m, n, ns, dtype, device)
 
-    each = [[nbytes_of(*matrix.shape) for matrix in matrices_of(0, t, rule)] for t in tensors]
-    return [(sum(x for x, _ in sizes), sum(factors for _, factors in sizes)) for sizes in each]
+    shapes = [[matrix.shape for matrix in matrices_of(0, t, rule)] for t in tensors]
+    # a chain may keep a diagonal for every matrix up to its own last one
+    diagonal = nbytes_of_diagonal(max((m for m, n in chain.from_iterable(shapes) if in_factors(m, n)), default=0))
+
+    @cache
+    def nbytes_of(m: int, n: int) -> tuple[int, int]:
+        moves = does_move(m, n, ns, options.ending, in_factors=in_factors(m, n))
+        return nbytes_of_x(m, n, dtype, moves=moves), nbytes_of_factors(m, n, ns, dtype) + diagonal
+
+    sizes = [[nbytes_of(*shape) for shape in each] for each in shapes]
+    return [(sum(x for x, _ in each), sum(factors for _, factors in each)) for each in sizes]
 
 
 def _state_is_aligned(tensors: Sequence[MuonTensors], matrices: Sequence[Matrix]) -> bool:

@@ -4,8 +4,8 @@
 
 x is the number of buffers of X, one if X stays in place and two if it moves; n' is n rounded up to the chain's panels;
 k is the number of factors that live at a time: A and S, or R, Z, P, Q and new ones. All plans have X in one piece of
-memory. Factors are allocated as products are launched; recorded launches share one pool for them, since no plan keeps a
-factor from step to step.
+memory. Factors of a family or chain are allocated as it is launched; recorded launches share one pool for them, since
+no plan keeps a factor from step to step.
 """
 
 from __future__ import annotations
@@ -103,9 +103,14 @@ def nbytes_of_x(m: int, n: int, dtype: torch.dtype, *, moves: bool) -> int:
     return (1 + moves) * dtype.itemsize * m * cdiv(n, TILE_SIDE) * TILE_SIDE
 
 
+def nbytes_of_diagonal(m: int) -> int:
+    """The most bytes that a chain of matrices with m rows takes for each diagonal that is kept apart."""
+    return torch.float32.itemsize * cdiv(m, TILE_SIDE) * TILE_SIDE
+
+
 @lru_cache(maxsize=1024)
 def nbytes_of_factors(m: int, n: int, ns: NSConfig, dtype: torch.dtype) -> int:
-    """The most bytes that all factors of such a matrix take."""
+    """The most bytes that all factors of such a matrix take, but for diagonals that are kept apart."""
     squares = max(num_squares(jobs_of(ns, m, n, in_factors=True)), num_squares(jobs_of(ns, m, n, in_pairs=True)))
     row = cdiv(m * dtype.itemsize, ROW_ALIGNMENT) * ROW_ALIGNMENT
     if ns.row_factors:
