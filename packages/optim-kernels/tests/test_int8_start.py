@@ -25,6 +25,7 @@ from optim_kernels._kernels.int8_rounding import (
     nbytes_of_int8,
     to_int8,
 )
+from optim_kernels._newton_schulz import int8_start
 from optim_kernels._newton_schulz.config import INT8_SIDE
 from optim_kernels._newton_schulz.copy_engine import empty_matrices
 
@@ -106,6 +107,24 @@ def test_all_that_a_matrix_in_int8_takes_is_counted(m: int, n: int) -> None:
     x = to_int8(torch.randn(1, m, n).half().to(DEVICE))
     rooms = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in x}
     assert 0.9 * nbytes_of_int8(m, n) <= sum(rooms.values()) <= nbytes_of_int8(m, n)
+
+
+@pytest.mark.skipif(not is_interpreted(), reason="of the interpreter")
+def test_all_launches_of_a_first_step_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.interpreter import GridExecutor
+
+    launch, launched = GridExecutor.__call__, []
+
+    def listen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        launched.append(self.fn.__name__)
+        return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", listen)
+    monkeypatch.setattr(int8_start, "_product", lambda kind, *_: launched.append(str(kind)))
+    x, gram = torch.randn(3, 32, 40), torch.empty(1, 32, 32)
+    int8_start.first_step(x, KELLER[0], gram, torch.empty_like(x))
+    assert len(launched) == 3 * int8_start.STEP_LAUNCHES
+    assert len(set(launched)) == int8_start.STEP_LAUNCHES
 
 
 def bits(m: int, n: int, seed: int) -> Tensor:

@@ -17,6 +17,7 @@ from optim_kernels import NSConfig, TritonMuon, reference
 pytest.importorskip("triton")
 from optim_kernels._newton_schulz import chain as hopper_chain
 from optim_kernels._newton_schulz import job_launches
+from optim_kernels._newton_schulz.int8_start import STEP_LAUNCHES
 from optim_kernels._newton_schulz.tiles import FULL_PRECISION
 from optim_kernels.functional import _muon_products
 from optim_kernels.functional._muon_families import Batch, num_moves
@@ -72,7 +73,9 @@ def test_each_matrix_is_brought_to_norm_1_and_orthogonalized(
     atol = 1e-6 if config.row_factors or in_factors else 1e-9
     own = FamilyProducts(family, config, tables, "auto")
     own.run()
-    assert len(products) == own.count
+    # the factors of each shape's rows, and the products with them
+    of_rows = 3 * len(SHAPES) * config.row_factors
+    assert len(products) == own.count - of_rows
     assert all(options["out"].data_ptr() not in {a.data_ptr(), b.data_ptr()} for _, a, b, options in products)
     for batch, wanted in zip(family, expected):
         last = batch.other if batch.num_moves % 2 else batch.x
@@ -82,13 +85,21 @@ def test_each_matrix_is_brought_to_norm_1_and_orthogonalized(
         batch.x.copy_(x)
     products.clear()
     lasts = own.run_but_last()
-    assert len(products) == own.count - len(SHAPES)
+    assert len(products) == own.count - of_rows - len(SHAPES)
     for last, batch, wanted in zip(lasts, family, expected, strict=True):
         assert last.batch is batch
         assert (last.betas is not None) == (in_factors and config.restarts_in_factors(M, 4 * M))
         of_c = {"c": last.c, "beta": last.beta, "betas": last.betas}
         options = {"alpha": last.alpha, "scale": last.scale, "out": last.out, **of_c}
         torch.testing.assert_close(by_torch(last.s, last.x, **options), wanted, atol=atol, rtol=0)
+
+
+def test_launches_of_a_first_step_in_int8_are_those_of_each_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_muon_products, "starts_in_int8", lambda *_: True)
+    x = torch.zeros(2, 4, 8)
+    family = [Batch(first, (2, 4, 8), x, x, FULL_PRECISION, 2, 2) for first in (0, 2)]
+    products = FamilyProducts(family, NSConfig(steps=2), SimpleNamespace(), "auto")
+    assert products.count == 4 * STEP_LAUNCHES + 2 + 1 + 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")

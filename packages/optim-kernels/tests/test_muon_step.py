@@ -431,7 +431,13 @@ def test_a_large_step_against_fp64(dtype: torch.dtype, options: dict[str, Any], 
 @pytest.mark.skipif(not is_interpreted(), reason="of the interpreter")
 @pytest.mark.parametrize(
     "options",
-    [{}, {"ns_method": "gram"}, {"beta2": 0.9, "row_equilibrate": True}, {"stochastic_rounding": True}],
+    [
+        {},
+        {"ns_method": "gram"},
+        {"ns_coefficients": "aol4", "ns_steps": 4},
+        {"beta2": 0.9, "row_equilibrate": True},
+        {"stochastic_rounding": True},
+    ],
     ids=str,
 )
 def test_interpreted_launches_are_as_many_as_the_plan_says(

@@ -49,6 +49,8 @@ from optim_kernels._newton_schulz.tiles import PING_PONG_INT8, TILE_GROUP, cdiv,
 
 # Kept launches of the three products.
 NUM_LAUNCHES = 256
+# Launches that `first_step` takes for a matrix: these, two that round it, and one for S's diagonal.
+STEP_LAUNCHES = 6
 
 
 def starts_in_int8(m: int, n: int, config: NSConfig, device: torch.device) -> bool:

@@ -14,11 +14,14 @@ from torch import Tensor
 from optim_kernels._newton_schulz.chain_jobs import Kind, jobs_of, num_squares
 from optim_kernels._newton_schulz.config import NSConfig, Tiles
 from optim_kernels._newton_schulz.copy_engine import empty_matrices
-from optim_kernels._newton_schulz.int8_start import starts_in_int8
+from optim_kernels._newton_schulz.int8_start import STEP_LAUNCHES, starts_in_int8
 from optim_kernels._newton_schulz.job_launches import JobLaunches, Part, Places
 from optim_kernels._newton_schulz.tile_choice import takes_pairs
 from optim_kernels.functional._muon_families import Batch, Family
 from optim_kernels.functional._muon_tables import MuonTables
+
+# Launches of `_kernels.normalize.apply_row_factors`.
+ROW_FACTORS_LAUNCHES = 3
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,12 @@ class FamilyProducts:
         self._num_matrices = sum(batch.shape[0] for batch in family)
         in_pairs = tiles == "auto" and takes_pairs(self._num_matrices, m, x.dtype, x.device)
         self._jobs = jobs_of(ns, m, n, in_factors=family[0].in_factors, in_pairs=in_pairs)
-        self._launches = JobLaunches(self._jobs, ns, in_int8=starts_in_int8(m, n, ns, x.device), tiles=tiles)
-        self.count = sum(1 if job.kind in (Kind.SQUARE, Kind.FULL) else len(family) for job in self._jobs)
+        in_int8 = starts_in_int8(m, n, ns, x.device)
+        self._launches = JobLaunches(self._jobs, ns, in_int8=in_int8, tiles=tiles)
+        counts = [1 if job.kind in (Kind.SQUARE, Kind.FULL) else len(family) for job in self._jobs]
+        self.count = sum(counts) + ns.row_factors * ROW_FACTORS_LAUNCHES * len(family)
+        if in_int8:
+            self.count += STEP_LAUNCHES * self._num_matrices - sum(counts[:3])
 
     def run(self) -> None:
         """Launch them all."""
