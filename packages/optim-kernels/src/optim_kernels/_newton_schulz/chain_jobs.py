@@ -58,9 +58,9 @@ class Job:
 
     With ``low`` q is the rounding error of d, so that d + q has twice the digits. With ``apart`` the diagonal of a
     square d is stored apart, in fp32, and a product with X takes that diagonal as β, a number for each row. ``whole``:
-    a is not symmetric, so all of its tiles are stored; a square b is always symmetric. ``exact`` is as in `iterations`;
-    a chain, whose matrices all have 16 bits, ignores it. ``twice``: two products with one b, of buffers a and a + 1,
-    with c and d like them.
+    a is not symmetric, so all of its tiles are stored; a square b is always symmetric. ``exact`` is as in
+    `torch_products`; a chain, whose matrices all have 16 bits, ignores it. ``twice``: two products with one b, of
+    buffers a and a + 1, with c and d like them.
     """
 
     kind: Kind

@@ -41,8 +41,8 @@ FACTORS_LIMIT = 1.3e9
 # The slope up to which `newton_schulz` of one matrix does. Where it gains time, "polar_express_gram" (804) would end
 # 1.21 to 1.25 times as far off, "keller" (485) at most 1.1 times.
 LONE_FACTORS_SLOPE = 490.0
-# The largest slope of a Gram iteration's factor Q, for a block of steps or for all: Q's entries are as large as its
-# slope, and fp16 ends at 65,504.
+# The largest slope of a Gram iteration's factor Q for a block of steps: Q's entries are as large as its slope, and fp16
+# ends at 65,504.
 LARGEST_SLOPE = 2.0**15
 # The most steps in the first block, and in a later one, with which "auto" takes the Gram iteration. Rounding puts small
 # eigenvalues of R below zero, where each step of a block enlarges them by a², until the factor leaves fp16.

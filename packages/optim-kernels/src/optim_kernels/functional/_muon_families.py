@@ -47,7 +47,7 @@ class Batch:
         last_tile: the tile of the last product.
         chosen_for: for how many matrices tiles are chosen.
         num_moves: how often the iteration multiplies X, and so moves it to the other buffer.
-        in_factors: a restart takes m×m products alone (`chain_jobs`).
+        in_factors: a restart takes m×m products alone (`chain_jobs`), launch by launch.
     """
 
     first: int
@@ -108,7 +108,7 @@ def families_of(
 
     Args:
         ending: what follows the last product; all but an update in it store it, so that X moves once more.
-        tiles: with ``"shape"`` a chain has only batches that need one, which are the longest of a short side.
+        tiles: with ``"shape"`` a chain has only batches that restart in factors, which are the longest of a short side.
         memory: allocates room for X.
     """
     families: list[Family] = []
