@@ -242,6 +242,7 @@ def test_which_launches_are_left_out(monkeypatch: pytest.MonkeyPatch, is_hopper:
     for count, m, n, factors in (
         (1, 2048, 8192, True),
         (1, 1792, 7168, True),
+        (3, 1024, 4096, True),
         (1, 2048, 8191, False),
         (1, 1024, 8192, False),
         (2, 2048, 8192, False),

@@ -38,7 +38,7 @@ FACTORS_ASPECT = 3.0
 # 1/i² end at most 1.24 times as far off as by X; beyond, 1.3 times ("polar_express", slope 989, at 2048×8192) or 1.4
 # times ("cans", 1,050).
 FACTORS_LIMIT = 1.3e9
-# The slope up to which `newton_schulz` of one matrix does. Where it gains time, "polar_express_gram" (804) would end
+# The slope up to which `newton_schulz` does product by product. Where it gains time, "polar_express_gram" (804) would end
 # 1.21 to 1.25 times as far off, "keller" (485) at most 1.1 times.
 LONE_FACTORS_SLOPE = 490.0
 # The largest slope of a Gram iteration's factor Q for a block of steps: Q's entries are as large as its slope, and fp16
@@ -76,9 +76,9 @@ class NSConfig:
             after every second step from the first on. Numbers from ``steps`` on are ignored: a list may serve several
             numbers of steps. Longer blocks are faster, but with 16-bit operands four steps without a restart may be 25
             times as far from the exact result, and five or more leave fp16. Where one launch on Hopper runs the whole
-            iteration, in steps of few matrices there, and for single matrices of some 1,700 to 2,048 rows up to the
-            slope of ``"keller"``, a single restart of long matrices forms R from its factors (`chain_jobs`), unless
-            they have too many rows for a steep set (``FACTORS_LIMIT``).
+            iteration, in steps of few matrices there, and up to the slope of ``"keller"`` where m×m products of few
+            matrices fill the chip once (one of 2048×8192), a single restart of long matrices forms R from its factors
+            (`chain_jobs`), unless they have too many rows for a steep set (``FACTORS_LIMIT``).
         norm_scale, eps, eps_mode: X = G / max(s‖G‖, eps) (``"clamp"``) or G / (s‖G‖ + eps) (``"add"``).
     """
 
@@ -161,7 +161,7 @@ class NSConfig:
 
     @cached_property
     def restarts_alone_in_factors(self) -> bool:
-        """Whether lone matrices may restart the Gram iteration by m×m products, where they `restarts_in_factors`."""
+        """Whether matrices may do so product by product and outside of steps, too, where they `restarts_in_factors`."""
         return _slope(self.triples) <= LONE_FACTORS_SLOPE
 
     def restarts_in_factors(self, m: int, n: int) -> bool:
