@@ -38,8 +38,8 @@ FACTORS_ASPECT = 3.0
 # 1/i² end at most 1.24 times as far off as by X; beyond, 1.3 times ("polar_express", slope 989, at 2048×8192) or 1.4
 # times ("cans", 1,050).
 FACTORS_LIMIT = 1.3e9
-# The slope up to which `newton_schulz` does product by product. Where it gains time, "polar_express_gram" (804) would end
-# 1.21 to 1.25 times as far off, "keller" (485) at most 1.1 times.
+# The slope up to which `newton_schulz` does product by product. Where it gains time, "polar_express_gram" (804) would
+# end 1.21 to 1.25 times as far off, "keller" (485) at most 1.1 times.
 LONE_FACTORS_SLOPE = 490.0
 # The largest slope of a Gram iteration's factor Q for a block of steps: Q's entries are as large as its slope, and fp16
 # ends at 65,504.
