@@ -10,6 +10,7 @@ from itertools import combinations, product
 from math import ceil, inf, prod
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -328,6 +329,19 @@ def test_groups_may_be_lists() -> None:
     lists = Topology(levels=[Level("node", 1e9, 0.0, members=[[0, 1], [2, 3]])])  # type: ignore[arg-type, list-item]
     assert lists == tuples
     assert plan((8, 8), "bf16", *sides, topology=lists) is plan((8, 8), "bf16", *sides, topology=tuples)
+    # an iterator would be empty after the checks
+    members = np.arange(4).reshape(2, 2)
+    for groups in (members, iter(members)):
+        nodes = Level("node", 1e9, 0.0, members=groups)  # type: ignore[arg-type]
+        assert Topology(levels=iter([nodes])) == tuples  # type: ignore[arg-type]
+        assert hash(nodes) == hash(tuples.levels[0])
+
+
+def test_a_curve_may_be_an_iterator() -> None:
+    points = ((1, 1e-6), (100, 2e-6))
+    model = CommModel("m", Topology(), {"all_to_all": zip(*zip(*points))})  # type: ignore[dict-item]
+    assert model == CommModel("m", Topology(), {"all_to_all": points})
+    assert len(model.curves["all_to_all"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -336,6 +350,9 @@ def test_groups_may_be_lists() -> None:
         (lambda: Level("node", 1e9, 0.0), "level 'node' has a size or members, got None and ()"),
         (lambda: Level("node", 1e9, 0.0, 2, ((0, 1),)), "level 'node' has a size or members, got 2 and ((0, 1),)"),
         (lambda: Level("node", 1e9, 0.0, None, (0, 1)), "members of level 'node' are groups of ranks, got (0, 1)"),
+        (lambda: Level("node", 1e9, 0.0, None, ([[0]],)), "members of level 'node' are groups of ranks, got ([[0]],)"),
+        (lambda: Level("node", 1e9, 0.0, None, ("01",)), "members of level 'node' are groups of ranks, got ('01',)"),
+        (lambda: Level("node", 1e9, 0.0, None, None), "members of level 'node' are groups of ranks, got None"),
         (lambda: Topology(levels="node"), "levels of a topology are a tuple of Level, innermost first, got 'node'"),
         (lambda: Topology(levels=None), "levels of a topology are a tuple of Level, innermost first, got None"),
         (lambda: Topology(latency=inf), "a topology has a finite latency of 0 seconds or more, got inf"),

@@ -26,6 +26,8 @@ def as_curve(op: str, given: Any) -> Curve:
     if op not in measured:
         raise RedistError(f"curves are of {measured}, got one of {op!r}")
     try:
+        # an iterator has nothing left for a second look
+        given = tuple(given)
         usable = all(0 < num_bytes < inf and 0 < seconds < inf for num_bytes, seconds in given)
         points = [(float(num_bytes), float(seconds)) for num_bytes, seconds in given]
     except (TypeError, ValueError, OverflowError):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from math import inf
 from numbers import Real
+from operator import index
 from typing import Any
 
 from optim_redist._mesh import Axis, Mesh
@@ -68,13 +69,13 @@ class Level:
         bandwidth, latency = as_rates(f"level {self.name!r}", self.bandwidth, self.latency)
         if self.size is not None and (not isinstance(self.size, int) or self.size < 1):
             raise RedistError(f"level {self.name!r} has groups of a whole number of ranks, got {self.size!r}")
-        if (self.size is None) == (not self.members):
-            raise RedistError(f"level {self.name!r} has a size or members, got {self.size!r} and {self.members!r}")
         try:
-            # lists would have no hash
-            members = tuple(map(tuple, self.members))
+            # lists and arrays would have no hash, and iterators nothing left
+            members = tuple([tuple(map(index, group)) for group in self.members])
         except TypeError:
             raise RedistError(f"members of level {self.name!r} are groups of ranks, got {self.members!r}") from None
+        if (self.size is None) == (not members):
+            raise RedistError(f"level {self.name!r} has a size or members, got {self.size!r} and {members}")
         vars(self).update(bandwidth=bandwidth, latency=latency, members=members)
         counts = Counter(chain.from_iterable(members))
         if twice := [rank for rank, count in counts.items() if count > 1]:
@@ -109,10 +110,11 @@ class Topology:
 
     def __post_init__(self) -> None:
         bandwidth, latency = as_rates("a topology", self.rank_bandwidth, self.latency)
-        if not isinstance(self.levels, Iterable) or not all(isinstance(level, Level) for level in self.levels):
+        # a list would have no hash, and an iterator nothing left
+        levels = tuple(self.levels) if isinstance(self.levels, Iterable) else None
+        if levels is None or not all(isinstance(level, Level) for level in levels):
             raise RedistError(f"levels of a topology are a tuple of Level, innermost first, got {self.levels!r}")
-        # a list would have no hash
-        vars(self).update(rank_bandwidth=bandwidth, latency=latency, levels=tuple(self.levels))
+        vars(self).update(rank_bandwidth=bandwidth, latency=latency, levels=levels)
         names = [level.name for level in self.levels]
         if len(set(names)) < len(names):
             raise RedistError(f"levels of a topology have names of their own, got {names}")
