@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import random
+import re
 import subprocess
 import sys
 import time
@@ -322,3 +323,10 @@ def test_planning_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("name", optim_redist.__all__)
+def test_signatures_have_no_private_names(name: str) -> None:
+    found = getattr(optim_redist, name)
+    if inspect.isfunction(found):
+        assert not re.findall(r"\b_[A-Za-z]\w*", str(inspect.signature(found)))

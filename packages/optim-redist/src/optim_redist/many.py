@@ -112,7 +112,7 @@ def redistribute_many(
 
 @uncompiled
 def redistribute_many(
-    items: _Named[Name] | _Listed,
+    items: Mapping[Name, Item | tuple[Any, ...]] | Sequence[Item | tuple[Any, ...]],
     *,
     bucket_bytes: int = 256 * 2**20,
     memory_limit: int | None = None,
