@@ -250,10 +250,11 @@ class QuantizedTensorList(OptimizerModule):
             # of plain tensors each look for DTensors' class would be a tenth of the time that small ones take
             if tensor is stored or (type(tensor) is Tensor and type(stored) is Tensor):
                 continue
-            if is_dtensor(stored.codes if isinstance(stored, LowBitTensor) else stored) != is_dtensor(tensor):
-                kind, found = ("plain tensor", "DTensor") if is_dtensor(tensor) else ("DTensor", "plain tensor")
+            is_sharded = is_dtensor(stored.codes if isinstance(stored, LowBitTensor) else stored)
+            if is_sharded != is_dtensor(tensor):
+                kind, found = ("DTensor", "plain tensor") if is_sharded else ("plain tensor", "DTensor")
                 raise TypeError(f"tensor {position} must be a {kind}, as the stored one is, got a {found}")
-            if not is_dtensor(tensor):
+            if not is_sharded or not is_dtensor(tensor):
                 continue
             if isinstance(fmt, LowBitFormat):
                 from optim_utils._low_bit.sharded import check_encodable
