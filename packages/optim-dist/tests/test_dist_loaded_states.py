@@ -6,6 +6,7 @@ what is loaded; other forms of the state know nothing of them.
 
 import copy
 import io
+import math
 import tempfile
 from functools import partial
 from itertools import product
@@ -230,6 +231,18 @@ def clipping_that_a_loaded_state_asks_for_is_not_lost(rank, world_size):
     for load in loads(clipping):
         load()
         assert clipping.param_groups[0].get("max_norm") is None
+
+
+@scenario(1, 2)
+def a_loaded_state_that_nothing_was_clipped_by_is_taken(rank, world_size):
+    device = device_of(rank)
+    saved = stepped(CLASSES["AdamW"], nn.Parameter(torch.ones(16, 8, device=device)))
+    for max_norm in (math.inf, torch.tensor(math.inf)):
+        state = copy.deepcopy(saved.state_dict())
+        state["param_groups"][0]["max_norm"] = max_norm
+        optimizer = CLASSES["AdamW"](nn.Parameter(torch.ones(16, 8, device=device)))
+        optimizer.load_state_dict(state)
+        assert optimizer.param_groups[0].get("max_norm") is None
 
 
 @scenario(1, 2)

@@ -169,6 +169,46 @@ def state_stays_with_parameters_that_the_model_calls_otherwise_by_now(rank, worl
 
 
 @scenario(1, 2)
+def a_group_of_another_kind_starts_anew(rank, world_size):
+    """The former update's state is none of the new one's, and nobody would know how to cut it."""
+    device = device_of(rank)
+
+    def made(kind, values):
+        parameters = [nn.Parameter(value.clone()) for value in values]
+        return parameters, TritonDistMuonAdamW([groups[kind] | {"params": [*zip("wv", parameters)]}], timeout=20)
+
+    def train(parameters, optimizer, steps):
+        for step in steps:
+            for parameter in parameters:
+                torch.manual_seed(step)
+                parameter.grad = torch.randn(parameter.shape, dtype=parameter.dtype).to(device)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    groups = {
+        "muon": {"kind": "muon", "beta2": 0.9, "impl": "torch"},
+        "adamw": {"kind": "adamw", "betas": (0.9, 0.99), "eps": 1e-8, "lr": 0.05},
+    }
+    for first, second in (("muon", "adamw"), ("adamw", "muon")):
+        parameters, optimizer = made(first, [torch.ones(6, 4, device=device), torch.ones(2, 2, device=device)])
+        train(parameters, optimizer, range(2))
+        optimizer.state_dict()  # which shows states
+        wanted, oracle = made(second, [parameter.detach() for parameter in parameters])
+        group, names = optimizer.param_groups[0], optimizer.param_groups[0].get("param_names")
+        kept = {"params": group["params"]} | ({} if names is None else {"param_names": names})
+        group.clear()
+        group |= {key: value for key, value in oracle.param_groups[0].items() if key not in kept} | kept
+        optimizer.rebuild_plan()
+        for steps in (range(2, 4), range(4, 5)):
+            train(parameters, optimizer, steps)
+            train(wanted, oracle, steps)
+            assert_same(parameters, wanted)
+            found, expected = optimizer.full_state_dict(), oracle.full_state_dict()
+            torch.testing.assert_close(found.get("state"), expected.get("state"), rtol=0, atol=0)
+            optimizer.rebuild_plan()
+
+
+@scenario(1, 2)
 def what_has_left_its_name_to_another_is_frozen_and_left_out(rank, world_size):
     net, optimizer = build(rank)
     former = net.layers[3]

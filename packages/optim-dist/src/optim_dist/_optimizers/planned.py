@@ -179,7 +179,8 @@ class PlannedOptimizer(LiveOptimizer):
 
         Collective, between ``zero_grad()`` and the next backward pass. Parameters that stay keep their state bit for
         bit, whichever rank owns them now. New ones start without state, from the first rank's values, as at
-        construction (``sync_params``). Parameters that are frozen by now lose their state and their place in a bucket.
+        construction (``sync_params``). Parameters that are frozen by now lose their state and their place in a bucket,
+        those of a group whose ``kind`` has changed all of their state but masters.
 
         Args:
             order: names or parameters in the order in which forward passes use them, by which buckets are reduced and

@@ -7,6 +7,7 @@ change, decide what it holds. ``states`` and the modules it names know the forms
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from optim_kernels.states import ELEMENTWISE_KEYS, MASTER_KEYS, make_groups_plai
 
 # options of a group that say what its states hold, and in which dtypes; whether beta2 is None matters, too
 STORAGE_OPTIONS = ("amsgrad", "state_dtype", "momentum_dtype", "master_weights", "stochastic_rounding")
+# entries of a state that belong to the update that made them
+_KEYS_OF_UPDATES = {"step", loaded_state.SECOND_MOMENT, *ELEMENTWISE_KEYS} - MASTER_KEYS
 
 
 class StatefulOptimizer(PlannedOptimizer):
@@ -60,6 +63,7 @@ class StatefulOptimizer(PlannedOptimizer):
     def _replace(self, plan: Plan, found: list[Entry], meshes: Meshes) -> None:
         """Move the states of parameters that stay to the new plan; drop all others."""
         self._masters.follow(self)
+        self._drop_states_of_other_updates(found)
         moved = take_state(self, plan, found)
         for entry in self.entries:
             if entry.parameter not in self.state:
@@ -70,6 +74,16 @@ class StatefulOptimizer(PlannedOptimizer):
         self._masters = FollowedMasters()
         self._masters.note(self)
         self._outdate("rebuild_plan()")
+
+    def _drop_states_of_other_updates(self, found: Sequence[Entry]) -> None:
+        """Let parameters whose groups are of another kind by now start anew; masters are any update's."""
+        routes = {id(entry.parameter): entry.route for entry in found}
+        for entry in self.entries:
+            parameter, state = entry.parameter, self.state.get(entry.parameter, {})
+            if routes.get(id(parameter), entry.route) != entry.route:
+                for key in _KEYS_OF_UPDATES | self._shown_keys.pop(id(parameter), set()):
+                    state.pop(key, None)
+                self._complete_ids.discard(id(parameter))
 
     # what states hold
 
@@ -259,10 +273,10 @@ class StatefulOptimizer(PlannedOptimizer):
                 "was saved with other views of its matrices than this optimizer has; build it with the views of the "
                 "saved one"
             )
-        if saved.get("max_norm") is not None and self._options.max_norm is None:
+        if saved.get("max_norm") not in (None, math.inf) and self._options.max_norm is None:
             return (
                 f"was clipped inside step() by max_norm={saved['max_norm']}, and would not be here; build this "
-                "optimizer with max_norm= (inf if you call clip_grad_norm_)"
+                "optimizer with max_norm= (inf if nothing is to be clipped, or you call clip_grad_norm_)"
             )
         try:
             self._check_group(taken, stepped=True)
