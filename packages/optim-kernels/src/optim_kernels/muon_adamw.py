@@ -158,11 +158,11 @@ class TritonMuonAdamW(AdamWOptimizer, MuonOptimizer):
 
     def _clip(self, grad_scale: Tensor | None) -> Tensor | None:
         """The clip factor for ``max_norm``; ``None`` without a ``max_norm``."""
-        params = (p for group in self.param_groups for p in group["params"])
-        max_norm, norm_type = clipping_of_step(self, (p.grad for p in params))
+        clipped = [group for group in self.param_groups if group["max_norm"] is not None]
+        grads = [grad for group in clipped for p in group["params"] if (grad := p.grad) is not None]
+        max_norm, norm_type = clipping_of_step(self, grads)
         if max_norm is None:
             return None
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         self.grad_norm, factor = norm_and_factor(self._norms, grads, max_norm, norm_type, grad_scale)
         return factor
 

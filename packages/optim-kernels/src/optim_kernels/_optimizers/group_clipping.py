@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,11 +55,8 @@ def check_clipping(optimizer: StatefulOptimizer, group: Mapping[str, Any]) -> No
         )
 
 
-def clipping_of_step(optimizer: StatefulOptimizer, grads: Iterable[Tensor | None]) -> Clipping:
-    """The clipping that all groups now ask for; raises as `check_clipping` does, since options may have changed.
-
-    ``grads`` are gone through only if something clips.
-    """
+def clipping_of_step(optimizer: StatefulOptimizer, grads: Sequence[Tensor | None]) -> Clipping:
+    """The clipping that all groups now ask for; raises as `check_clipping` does, since options may have changed."""
     each = [_clipping_of(group) for group in optimizer.param_groups] or [(None, 2.0)]
     max_norm, norm_type = each[0]
     are_plain = are_numbers(number for pair in each for number in pair if number is not None)
